@@ -23,7 +23,7 @@ from decode_node.config import DecodeConfig
 from gateway.config import GatewayConfig
 from model.families import FamilyName, ShapeName
 from prefill_node.config import PrefillConfig
-from ranks.rank_place import RankPlace
+from ranks.place import RankPlace
 from service.lifecycle import end_on_sigterm_until_served, raise_file_limit
 
 _SECRET_FLAGS = ("--api-key",)

@@ -18,10 +18,10 @@ from cli.serve import RANK_PORTS, Child, arguments, processes, terminate
 from control.messages import ADDRESS_PATTERN
 from decode_node.config import DecodeConfig
 from prefill_node.config import PrefillConfig
-from ranks.agreement import GroupFailed
-from ranks.group_table import GroupTable
-from ranks.hung_ranks import HungRanks
-from ranks.rank_place import RankPlace, create_places
+from ranks.barrier import GroupFailed
+from ranks.place import RankPlace, create_places
+from ranks.status import SharedStatus
+from ranks.watchdog import Watchdog
 from service.config import check_processes
 from service.lifecycle import STOP_SIGNALS
 
@@ -114,12 +114,12 @@ def run_ranks(config: NodeOfRanks) -> int:
         config.dist_init_addr or "",
     )
     children = plan_ranks(config, places)
-    table = GroupTable(places[0].table, config.ranks)
-    return supervise(children, table, config.drain_timeout, config.step_timeout, places[0].rank)
+    status = SharedStatus(places[0].status, config.ranks)
+    return supervise(children, status, config.drain_timeout, config.step_timeout, places[0].rank)
 
 
 def supervise(
-    children: list[Child], table: GroupTable, drain_timeout: float, step_timeout: float, first: int = 0
+    children: list[Child], status: SharedStatus, drain_timeout: float, step_timeout: float, first: int = 0
 ) -> int:
     """Run these ranks, the first of which is `first`; see `run_ranks`."""
     deadlines: list[float] = []
@@ -139,25 +139,25 @@ def supervise(
         if deadlines:  # it came before there was anyone to tell
             terminate(list(started.values()), _LAST_WORDS_S)
         own = range(first, first + len(children))
-        others = set(range(table.size)) - set(own)
-        hung = HungRanks(table, own, step_timeout, _POLL_S)
+        others = set(range(status.size)) - set(own)
+        hung = Watchdog(status, own, step_timeout, _POLL_S)
         lost_at: float | None = None
-        while (runs := _wait(started)) and not _failed(started, table, first):
+        while (runs := _wait(started)) and not _failed(started, status, first):
             if deadlines and time.monotonic() > deadlines[-1]:
                 break
-            if lost_at is None and table.first_reported(others) is not None:
+            if lost_at is None and status.first_reported(others) is not None:
                 lost_at = time.monotonic()
             if lost_at is not None and time.monotonic() > lost_at + _FOLLOW_S:
                 break  # What its device waits for never comes.
             if (rank := hung.look(time.monotonic())) is not None:
                 # What follows is what follows the end of any rank.
-                table.report(rank, f"rank {rank} hangs: its loop has not turned for {hung.patience:g} s")
+                status.report(rank, f"rank {rank} hangs: its loop has not turned for {hung.patience:g} s")
                 started[f"rank {rank}"].kill()
             if not deadlines and any(process.returncode is not None for process in started.values()):
                 deadlines.append(time.monotonic() + _FOLLOW_S)
         reason, code = "", 0
-        if _failed(started, table, first) or table.first_reported(others) is not None:
-            reason, code = _cause(started, table, first)
+        if _failed(started, status, first) or status.first_reported(others) is not None:
+            reason, code = _cause(started, status, first)
         elif runs:
             late = ", ".join(name for name, process in started.items() if process.poll() is None)
             reason, code = f"{late} did not end when the others did or were told to", 1
@@ -169,18 +169,18 @@ def supervise(
 
 def run_rank(config: NodeOfRanks, place: RankPlace) -> None:
     """Be one rank. Why it ends is left for the process that supervises it, which says it once for all ranks."""
-    table = GroupTable(place.table, place.size)
+    status = SharedStatus(place.status, place.size)
     try:
         runner_of(config)(config, place)
     except GroupFailed as failure:
-        table.report(place.rank, str(failure))
+        status.report(place.rank, str(failure))
         raise typer.Exit(1) from failure
     except (StartupError, ProcessFailed) as error:
         code = 2 if isinstance(error, StartupError) else 1
-        table.report(place.rank, f"rank {place.rank}: {error}", code)
+        status.report(place.rank, f"rank {place.rank}: {error}", code)
         raise typer.Exit(code) from error
     except Exception as error:
-        table.report(place.rank, f"rank {place.rank}: {type(error).__name__}: {error}")
+        status.report(place.rank, f"rank {place.rank}: {type(error).__name__}: {error}")
         raise
 
 
@@ -198,26 +198,26 @@ def _wait(started: Processes) -> bool:
     return bool(running)
 
 
-def _failed(started: Processes, table: GroupTable, first: int) -> bool:
+def _failed(started: Processes, status: SharedStatus, first: int) -> bool:
     """Whether a rank of this host says that it fails, or ended otherwise than in peace or by a signal to stop."""
     peaceful = (None, 0, *(-number for number in STOP_SIGNALS))
     return any(
-        process.returncode not in peaceful or table.reported(rank) is not None
+        process.returncode not in peaceful or status.reported(rank) is not None
         for rank, process in enumerate(started.values(), first)
     )
 
 
-def _cause(started: Processes, table: GroupTable, first: int) -> tuple[str, int]:
+def _cause(started: Processes, status: SharedStatus, first: int) -> tuple[str, int]:
     """Which rank failed and why, and the exit code for it.
 
     If several have: one that was killed and of which no reason is known, else one of which it is known what happened to
     it, else the first of another host and what was seen of its end, else one that says what happened to another.
     """
     ours = dict(enumerate(started.values(), first))
-    lost = table.first_reported(rank for rank in range(table.size) if rank not in ours)
+    lost = status.first_reported(rank for rank in range(status.size) if rank not in ours)
     found = []
     for rank in (*ours, *(() if lost is None else (lost,))):
-        code, said = ours[rank].poll() if rank in ours else None, table.reported(rank)
+        code, said = ours[rank].poll() if rank in ours else None, status.reported(rank)
         blames_another = said is not None and not said[0].startswith(f"rank {rank}")
         if code is not None and code < 0 and (said is None or blames_another):
             found.append((0, f"rank {rank} was killed by {signal.Signals(-code).name}", 1))

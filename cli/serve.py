@@ -22,12 +22,13 @@ from typing import IO
 import httpx
 
 from base.errors import StartupError
+from base.phase import Phase
 from cli.config import ServeConfig
 from cli.flags import Flags, changed_flags
 from decode_node.config import DecodeConfig
 from gateway.config import API_KEYS_VARIABLE, GatewayConfig
 from prefill_node.config import PrefillConfig
-from service.lifecycle import STOP_SIGNALS, Lifecycle, Phase
+from service.lifecycle import STOP_SIGNALS, Lifecycle
 
 _PR_SET_PDEATHSIG = 1
 _TERMINATE_S = 15.0

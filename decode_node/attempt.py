@@ -1,10 +1,17 @@
-"""One try to have a request's prompt prefilled by another node, as the decode node sees it."""
+"""An attempt to have a request's prompt prefilled by another node, from its PrefillRequest to the last word about it.
+
+    REQUESTED -> ACCEPTED -> ANNOUNCED -> LANDED
+            \\__________\\___________\\-> LOST
+
+Two things outlive the end of an attempt, each until nobody can touch the slots any more: its reservation, which the
+table of `transfer/fencing.py` keeps under the attempt's id, and its `ReadLease`, for which the attempt itself stays.
+"""
 
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
-from control.messages import AttemptId, ChunkDone, Peer, PrefillDone
+from control.messages import AttemptId, ChunkDone, Destination, FetchGrant, Peer, PrefillDone, PrefillRequest
 from control.prompt_logprobs import PromptLogprobTable
 from decode_node.request import Request
 from kvcache.extents import NO_SLOTS, HostSlots
@@ -38,9 +45,29 @@ _NEXT = {
 }
 
 
+@dataclass
+class ReadLease:
+    """Slots of positions [0, stop) of an attempt, of which `readers` may read those from `start` on.
+
+    readers: the prefill node and its ranks, without those that are known to be dead or gone. grant: what the node is
+    told, once the digests are known.
+    """
+
+    readers: list[Peer]
+    slots: HostSlots
+    start: int
+    stop: int
+    leased_at: float
+    grant: FetchGrant | None = None
+
+    def readers_of(self, boot_id: str) -> list[Peer]:
+        """The reader that is that process, if one is."""
+        return [reader for reader in self.readers if reader.boot_id == boot_id]
+
+
 @dataclass(eq=False)
 class PrefillAttempt:
-    """An attempt from its PrefillRequest until it has landed or was lost. The decode node's loop owns it.
+    """The decode node's loop owns it.
 
     Chunks arrive in any order, each with its checksums. PrefillDone stands for the last chunk and says how many there
     are before it. Each chunk is taken once and verified in the background; a mismatch ends the attempt.
@@ -60,13 +87,16 @@ class PrefillAttempt:
     ranks: tuple[Peer, ...] = ()
     """The node's other processes, which write and read, too."""
     state: AttemptState = AttemptState.REQUESTED
+    ended_at: float | None = None
     computed: int = 0
     """Tokens that the node has reported as computed."""
     current_pass: int | None = None
     """The forward pass that was running at that report."""
     done: PrefillDone | None = None
-    was_lent: bool = False
-    """Whether some of the prefix was lent to the node. That happens once."""
+    lease: ReadLease | None = None
+    """What the node may read of the prefix."""
+    was_leased: bool = False
+    """Whether there is or was a lease: there is at most one."""
     num_checksums: int = 0
     """Of all chunks that were taken."""
     progressed_at: float = field(init=False)
@@ -82,6 +112,27 @@ class PrefillAttempt:
         """The slot of every position. Computed at first use, which may take milliseconds."""
         return self.prefix.extend(self.slots.extents).slots()
 
+    def message(self, destination: Destination) -> PrefillRequest:
+        """What its node is asked."""
+        request, asks_logprobs = self.request, self.prompt_logprobs is not None
+        return PrefillRequest(
+            attempt=self.id,
+            token_ids=request.tokens[:-1],
+            start=len(self.prefix),
+            destination=destination,
+            extents=tuple((extent.start, extent.length) for extent in self.slots.extents),
+            hisparse=True,
+            cache_salt=request.generate.cache_salt,
+            prompt_logprobs=request.generate.prompt_logprobs if asks_logprobs else None,
+            last_token_id=request.tokens[-1] if asks_logprobs else None,
+            ranks=tuple(rank.boot_id for rank in self.ranks),
+        )
+
+    @property
+    def is_live(self) -> bool:
+        """Whether its request waits for it."""
+        return self.ended_at is None
+
     @property
     def needs_node(self) -> bool:
         """Whether it is lost if the node says nothing more."""
@@ -92,16 +143,18 @@ class PrefillAttempt:
         """Whether every chunk was announced and matches its checksums."""
         return self.state is AttemptState.ANNOUNCED and len(self._verified) == len(self._taken)
 
-    def move(self, to: AttemptState) -> None:
+    def move(self, to: AttemptState, now: float) -> None:
         """The only way in which the state changes. Raises RuntimeError if `to` cannot follow."""
         if to not in _NEXT[self.state]:
             raise RuntimeError(f"attempt {self.id} is {self.state.value} and cannot become {to.value}")
         self.state = to
+        if not _NEXT[to]:
+            self.ended_at = now
 
     def accept(self, now: float) -> None:
         """The node works on it. Only the first call counts."""
         if self.state is AttemptState.REQUESTED:
-            self.move(AttemptState.ACCEPTED)
+            self.move(AttemptState.ACCEPTED, now)
             self.progressed_at = now
 
     def note_progress(self, computed: int, current_pass: int | None, now: float) -> None:
@@ -115,10 +168,10 @@ class PrefillAttempt:
             self.progressed_at = now
         self.computed, self.current_pass = computed, current_pass
 
-    def contradiction(self, message: ChunkDone | PrefillDone) -> str | None:
+    def rejection_reason(self, message: ChunkDone | PrefillDone) -> str | None:
         """How a message contradicts the request or earlier messages, or None."""
-        if problem := self._problem_of_logprobs(message):
-            return problem
+        if reason := self._reason_of_logprobs(message):
+            return reason
         if isinstance(message, ChunkDone):
             return _beyond(message.number, self.num_tokens - 1 if self.done is None else self.done.chunks)
         if message.num_tokens != self.num_tokens:
@@ -138,14 +191,14 @@ class PrefillAttempt:
         self.num_checksums += len(message.checksums)
         self.progressed_at = now
         for piece in message.prompt_logprobs:
-            assert self.prompt_logprobs is not None, "`contradiction` was asked before"
+            assert self.prompt_logprobs is not None, "`rejection_reason` was asked before"
             self.prompt_logprobs.add(piece)
         if isinstance(message, PrefillDone):
             self.done = message
         if not message.checksums:
             self._verified.add(chunk)
         if self.done is not None and len(self._taken) == self.done.chunks + 1:
-            self.move(AttemptState.ANNOUNCED)
+            self.move(AttemptState.ANNOUNCED, now)
 
     def verified(self, chunk: ChunkNumber) -> None:
         """The chunk's checksums match. Raises RuntimeError if the chunk was never taken."""
@@ -153,10 +206,28 @@ class PrefillAttempt:
             raise RuntimeError(f"chunk {chunk} was verified and never taken")
         self._verified.add(chunk)
 
-    def _problem_of_logprobs(self, message: ChunkDone | PrefillDone) -> str | None:
+    def _reason_of_logprobs(self, message: ChunkDone | PrefillDone) -> str | None:
         if self.prompt_logprobs is None:
             return "log probabilities that were not asked for" if message.prompt_logprobs else None
         return next(filter(None, map(self.prompt_logprobs.rejection_reason, message.prompt_logprobs)), None)
+
+
+class AttemptTable(dict[AttemptId, PrefillAttempt]):
+    """Attempts that are live, and ended ones whose prefix may still be read."""
+
+    @property
+    def live(self) -> list[PrefillAttempt]:
+        return [attempt for attempt in self.values() if attempt.is_live]
+
+    @property
+    def leases(self) -> list[tuple[PrefillAttempt, ReadLease]]:
+        """Leases with their attempts."""
+        return [(attempt, attempt.lease) for attempt in self.values() if attempt.lease is not None]
+
+    def drop_if_over(self, attempt: PrefillAttempt) -> None:
+        """Forget an attempt that has ended and has no lease."""
+        if not attempt.is_live and attempt.lease is None:
+            del self[attempt.id]
 
 
 def chunk_of(message: ChunkDone | PrefillDone) -> ChunkNumber:

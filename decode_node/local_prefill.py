@@ -14,7 +14,7 @@ from hisparse.swap_in import StagedKV
 
 @dataclass(eq=False)
 class LocalJob(PrefillJob):
-    """on_host: so many tokens have KV in host memory already. They are computed here all the same, and not copied."""
+    """on_host: tokens whose KV is in host memory already. They are computed here all the same, and not copied."""
 
     request: Request
     on_host: int
@@ -27,7 +27,7 @@ class LocalJob(PrefillJob):
 class LocalPrefill:
     """Owns the requests in states LOCAL_PREFILL and STAGING, and the device pages of their prompts.
 
-    Forward passes are queued behind decode steps, one at a time. The loop never waits for them.
+    Forward passes are queued after decode steps, one at a time. The loop never waits for them.
     """
 
     def __init__(self, prefill: ChunkedPrefill[LocalJob], coordinator: HiSparseCoordinator) -> None:
@@ -52,7 +52,7 @@ class LocalPrefill:
         return self._prefill.fits(num_tokens)
 
     def start(self, request: Request, on_host: int = 0) -> None:
-        """Compute the prompt of a request that holds host slots for it. on_host: so many of them have their KV."""
+        """Compute the prompt of a request that holds host slots for it. on_host: tokens that have their KV."""
         request.move(RequestState.LOCAL_PREFILL)
         table = request.logprobs_to_compute()
         job = LocalJob(
@@ -80,6 +80,7 @@ class LocalPrefill:
         """Queue one chunk, unless the one before is still being computed. Finished prompts are copied to the host."""
         if self._queued is not None and not self._queued.query():  # type: ignore[no-untyped-call]
             return
+        self._prefill.start_waiting()
         if (step := self._prefill.plan()) is None:
             return
         for job, queued in self._prefill.compute(step).items():

@@ -4,6 +4,7 @@ import time
 
 import structlog
 
+from base.phase import Phase
 from control.membership import Membership
 from control.messages import (
     Accepted,
@@ -17,19 +18,17 @@ from control.messages import (
     Registered,
     Resend,
 )
-from decode_node.loop_call import LoopCall
+from decode_node.operator_api import LoopCall
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import RequestState
 from decode_node.scheduler import Scheduler
-from decode_node.verifier import Digested, Verified
+from decode_node.verifier import Digesting, Task, Verification
 from engine.device import DeviceFailed
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.swap_in import SwapInCounters
-from ranks.agreement import GroupFailed
-from ranks.group import RankGroup
-from service.lifecycle import Phase
+from ranks.barrier import GroupFailed
+from ranks.group import Ranks
 from service.shell import NodeShell
-from service.standing import stand_with_group
 
 log = structlog.get_logger(__name__)
 
@@ -39,7 +38,7 @@ _GATEWAY_SILENCE_S = 30.0
 _FAREWELL_S = 0.5
 """How long an empty node still refuses requests before it ends: gateways may not know yet that it leaves."""
 
-Event = Verified | Digested | LoopCall
+Event = Task | LoopCall
 """What other threads put into the loop's inbox."""
 
 
@@ -53,9 +52,8 @@ class DecodeNode:
         remote: RemotePrefill,
         coordinator: HiSparseCoordinator,
         membership: Membership,
-        ranks: RankGroup | None = None,
+        ranks: Ranks,
     ) -> None:
-        """ranks: the group that this node is a rank of."""
         self._shell = shell
         self._control = shell.control
         self._metrics = shell.metrics
@@ -81,13 +79,12 @@ class DecodeNode:
             self._run()
         except GroupFailed as failure:
             self._shell.leave()
-            self._scheduler.abandon_all(str(failure))
-            if self._ranks is not None:
-                self._ranks.report(str(failure))
+            self._scheduler.end_streams("abort", str(failure))
+            self._ranks.report(str(failure))
             raise
         except DeviceFailed as failure:
             self._shell.leave()
-            self._scheduler.fail_all(str(failure))
+            self._scheduler.end_streams("error", str(failure))
             raise
 
     def _run(self) -> None:
@@ -101,7 +98,7 @@ class DecodeNode:
             self._turn()
         self._scheduler.hand_over("the decode node is stopping", streaming=True)
         # A rank ends with the others: they need its part of their steps.
-        while self._ranks is not None and not self._ranks.done():
+        while not self._ranks.done():
             self._turn()
 
     def _turn(self) -> None:
@@ -112,24 +109,24 @@ class DecodeNode:
         self._housekeep(now)
         self._scheduler.turn()
         self._check_idle()
-        if self._ranks is not None:
-            stand_with_group(self._shell.lifecycle, self._ranks)
+        lifecycle = self._shell.lifecycle
+        lifecycle.follow(self._ranks.sync_phase(lifecycle.phase))
 
     @property
     def _must_stay(self) -> bool:
         """Whether there are requests, or slots that a live prefill node may be writing to: its writes would fail."""
-        return bool(self._scheduler.requests) or self._remote.abandoned.written_to
+        return bool(self._scheduler.requests) or self._remote.quarantine.written_to
 
     def refresh_metrics(self) -> None:
         """Update gauges and counters for a scrape. Always called by the same thread, which need not be the loop's."""
         host, device, metrics = self._coordinator.host, self._coordinator.device, self._metrics
-        quarantined = self._remote.abandoned.num_slots
+        quarantined = self._remote.quarantine.num_slots
         cached = host.cached
         metrics.host_slots.labels("free").set(host.free - cached)
         metrics.host_slots.labels("cached").set(cached)
         metrics.host_slots.labels("quarantined").set(quarantined)
         metrics.host_slots.labels("used").set(host.used - quarantined)
-        metrics.quarantine_seconds.set(self._remote.abandoned.oldest_seconds(time.monotonic()))
+        metrics.quarantine_seconds.set(self._remote.quarantine.oldest_seconds(time.monotonic()))
         metrics.kv_tokens_outstanding.set(self._scheduler.outstanding_tokens)
         metrics.device_slots.labels("free").set(device.free_slots)
         metrics.device_slots.labels("used").set(device.used_slots)
@@ -148,16 +145,16 @@ class DecodeNode:
         """How long the loop may wait for a message before its next turn."""
         if self._scheduler.has_work:
             return 0.0
-        if self._ranks is not None and self._ranks.linger(lambda: not self._shell.inbox.empty()):
+        if self._ranks.barrier.spin_before_sleep(lambda: not self._shell.inbox.empty()):
             return 0.0
         return _BUSY_PREFILL_WAIT_S if self._scheduler.requests else _IDLE_WAIT_S
 
     def _take(self, item: tuple[Peer, Message] | Event) -> None:
         match item:
-            case Verified():
+            case Verification():
                 self._remote.verified(item)
-            case Digested():
-                self._remote.digested(item)
+            case Digesting():
+                self._remote.reads.digested(item)
             case LoopCall():
                 item.run()
             case (sender, Generate() as message):

@@ -1,20 +1,43 @@
-"""Which prefill node to ask next, among those that gateways list."""
+"""The prefill nodes that gateways list: which of them is asked next, and which are unhealthy or dead."""
 
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from base.tombstones import Tombstones
 from control.messages import Peer
 from control.plane import ControlPlane
-from decode_node.health import Health
+from decode_node.attempt import AttemptState, PrefillAttempt
 from decode_node.request import Request
 
+SILENCE_S = 2.5
+"""A node that has work and was not heard for so long counts as unhealthy, though not as dead."""
+FAILURES = 3
+"""A node that failed this number of different requests in a row is passed over."""
+TRIAL_AFTER_S = 10.0
+"""So long after its last failure such a node gets one request on trial."""
+_REMEMBERED = 4096
 _FORGOTTEN_AFTER_S = 30.0
-"""A gateway's list is dropped when the gateway was silent for so long while others still send theirs every second."""
+"""A gateway's list is dropped if the gateway is silent for this time while others send theirs every second."""
 
 _NO_RANKS: Mapping[str, tuple[Peer, ...]] = MappingProxyType({})
+
+
+@dataclass
+class _Faults:
+    """What is wrong with a node. Failures count in a row, each request once."""
+
+    silent_since: float | None = None
+    """When it was found silent (time.monotonic)."""
+    is_stuck: bool = False
+    stuck_in: int | None = None
+    """The forward pass that it was found stuck in; None if it reported none."""
+    failed_requests: set[str] = field(default_factory=set)
+    failed_at: float = 0.0
+    trial: str | None = None
+    """The request that tries the node again after failures."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +52,15 @@ class _GatewayList:
 
 
 class PrefillNodes:
-    """The prefill nodes that gateways list, and which of them may be asked. One loop calls it."""
+    """Remembers the faults of prefill nodes until the nodes show that the faults are over. One loop calls it.
 
-    def __init__(self, control: ControlPlane, health: Health) -> None:
+    patience: seconds that a node may take to accept a request, or to make progress with those that it computes.
+    """
+
+    def __init__(self, control: ControlPlane, patience: float) -> None:
         self._control = control
-        self._health = health
+        self._patience = patience
+        self._faults: OrderedDict[Peer, _Faults] = OrderedDict()
         self._by_gateway: dict[str, _GatewayList] = {}
         """The newest comes last."""
         self._listed: Mapping[str, Peer] = {}
@@ -70,7 +97,7 @@ class PrefillNodes:
         self._longest_prompts = {boot: most for listed in lists for boot, most in listed.longest_prompts.items()}
 
     def retire(self, *boot_ids: str) -> None:
-        """Never ask these processes again, whoever still lists them: they are shutting down."""
+        """Never ask these processes again, even if a gateway lists them: they are shutting down."""
         for boot_id in boot_ids:
             self._retired.add(boot_id)
 
@@ -95,5 +122,88 @@ class PrefillNodes:
         named = [request.generate.prefill_ranks, *(listed.ranks for listed in self._by_gateway.values())]
         return next((ranks[node.boot_id] for ranks in named if node.boot_id in ranks), ())
 
+    # --- health ---
+
+    @property
+    def stuck(self) -> set[Peer]:
+        """Nodes that answer pings and make no progress. Only their answer to Holding shows that this is over."""
+        return {node for node, faults in self._faults.items() if faults.is_stuck}
+
+    def failure_reason(self, attempt: PrefillAttempt, now: float) -> str | None:
+        """Why an attempt should be given up, or None. A silent or stuck node is then passed over until it recovers."""
+        node = attempt.node
+        heard = max(self._control.last_heard(node.boot_id) or 0.0, attempt.dispatched_at)
+        if self._replaced_after(node, attempt.dispatched_at):
+            return f"prefill node {node.address} was restarted"
+        if now - heard > SILENCE_S:
+            self.suspect(node, now)
+            return f"prefill node {node.address} is silent"
+        if now - attempt.progressed_at <= self._patience:
+            return None
+        faults = self._faults_of(node)
+        faults.is_stuck, faults.stuck_in = True, attempt.current_pass
+        missing = "not accepted it" if attempt.state is AttemptState.REQUESTED else "made no progress"
+        return f"prefill node {node.address} has {missing} for {self._patience:g} s"
+
+    def suspect(self, node: Peer, now: float) -> None:
+        """Pass the node over until it answers a ping that is sent later: it was silent although it has work."""
+        self._faults_of(node).silent_since = now
+
+    def is_healthy(self, node: Peer) -> bool:
+        """Whether no fault of the node is known."""
+        faults = self._faults.get(node, _Faults())
+        if faults.silent_since is not None and (self._control.alive_after(node.boot_id) or 0.0) > faults.silent_since:
+            faults.silent_since = None
+        may_be_tried = faults.trial is None and time.monotonic() - faults.failed_at >= TRIAL_AFTER_S
+        is_failing = len(faults.failed_requests) >= FAILURES and not may_be_tried
+        return not (faults.silent_since is not None or faults.is_stuck or is_failing)
+
+    def begun(self, node: Peer, request_id: str) -> None:
+        """The node was asked to prefill a request. If the node is passed over for failures, this is its trial."""
+        faults = self._faults.get(node)
+        if faults is not None and len(faults.failed_requests) >= FAILURES:
+            faults.trial = request_id
+
+    def failed(self, node: Peer, request_id: str) -> None:
+        """The node failed a request: it said so, or what it sent was wrong."""
+        faults = self._faults_of(node)
+        faults.failed_requests.add(request_id)
+        faults.failed_at = time.monotonic()
+
+    def ended(self, attempt: PrefillAttempt) -> None:
+        """Take the end of an attempt: one that landed clears its node's failures, any other ends a trial."""
+        if (faults := self._faults.get(attempt.node)) is None:
+            return
+        if attempt.state is AttemptState.LANDED:
+            faults.failed_requests.clear()
+        if attempt.state is AttemptState.LANDED or faults.trial == attempt.id.request_id:
+            faults.trial = None
+
+    def note_pass(self, node: Peer, current_pass: int | None) -> None:
+        """The node reports its forward pass. Another one than it was stuck in shows that it makes progress again."""
+        faults = self._faults.get(node)
+        if faults is not None and (faults.stuck_in is None or faults.stuck_in != current_pass):
+            faults.is_stuck = False
+
+    def is_dead(self, writer: Peer, asked_after: float) -> bool:
+        """Whether the process is proved to have ended, so that it writes nothing more.
+
+        The proof: another process at its address answered a ping that was sent after `asked_after` (an earlier answer
+        may come from the process before the writer), and after the writer had been silent for SILENCE_S (otherwise
+        both may live, with the same address by mistake).
+        """
+        heard = self._control.last_heard(writer.boot_id)
+        return self._replaced_after(writer, asked_after if heard is None else max(asked_after, heard + SILENCE_S))
+
     def _is_usable(self, node: Peer) -> bool:
-        return not (node.boot_id in self._retired or self._control.is_revoked(node)) and self._health.is_well(node)
+        return not (node.boot_id in self._retired or self._control.is_revoked(node)) and self.is_healthy(node)
+
+    def _replaced_after(self, node: Peer, asked_after: float) -> bool:
+        """Whether another process at the node's address answered a ping that was sent after that time."""
+        answer = self._control.answer_at(node.address)
+        return answer is not None and answer.boot_id != node.boot_id and answer.asked_at > asked_after
+
+    def _faults_of(self, node: Peer) -> _Faults:
+        if node not in self._faults and len(self._faults) >= _REMEMBERED:
+            self._faults.popitem(last=False)
+        return self._faults.setdefault(node, _Faults())

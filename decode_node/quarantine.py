@@ -1,25 +1,22 @@
-"""Lets an operator list the quarantine and evict what a dead prefill node has left in it.
+"""Slots of attempts that were given up, until nothing can write to them any more and nobody reads them.
 
-If a prefill node is gone for good and no process takes its address, its slots would stay in quarantine for ever, since
-silence proves nothing. An operator who knows that it is gone can evict them.
+They leave when the prefill node says that it has stopped, or is proved dead. If it is gone for good and no process
+takes its address, they would stay for ever, since silence proves nothing: an operator who knows that it is gone evicts
+them.
 """
 
-import secrets
 import time
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import structlog
-from fastapi import APIRouter, Depends, HTTPException
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi import HTTPException
 from pydantic import BaseModel
 
-from control.messages import AttemptId, Peer
+from control.messages import Abort, AttemptId, Peer, PrefillFailed
 from control.plane import ControlPlane
-from decode_node.health import SILENCE_S
-from decode_node.lent_prefixes import LentPrefixes, Loan
-from decode_node.loop_call import LoopBusy, LoopCall, Result, on_loop
-from transfer.fencing import Reservation, ReservationTable, Writer
+from decode_node.prefill_nodes import SILENCE_S, PrefillNodes
+from decode_node.prefix_reads import PrefixReads
+from transfer.fencing import ReservationTable
 
 log = structlog.get_logger(__name__)
 
@@ -69,25 +66,92 @@ class Eviction(BaseModel):
 
 
 class Quarantine:
-    """Lists and evicts quarantined reservations. The node's loop, which owns them, calls it."""
+    """Repeats `Abort` to the prefill nodes of abandoned attempts, and has their slots released. One loop calls it.
+
+    reads: leases of attempts that have ended are listed and evicted with the slots that are written to.
+    """
 
     def __init__(
-        self, reservations: ReservationTable[AttemptId, Peer, Any], control: ControlPlane, lent: LentPrefixes
+        self,
+        control: ControlPlane,
+        reservations: ReservationTable[AttemptId, Peer, Any],
+        nodes: PrefillNodes,
+        reads: PrefixReads,
     ) -> None:
-        """lent: what prefill nodes read."""
-        self._reservations = reservations
         self._control = control
-        self._lent = lent
+        self._reservations = reservations
+        self._nodes = nodes
+        self._reads = reads
+
+    @property
+    def num_slots(self) -> int:
+        return self._reservations.quarantined_slots
+
+    def fresh_slots(self, seconds: float) -> int:
+        """Slots that have been in quarantine for less than that."""
+        since = time.monotonic() - seconds
+        return sum(r.num_slots for r in self._reservations.quarantined if (r.quarantined_at or 0.0) > since)
+
+    def oldest_seconds(self, now: float) -> float:
+        """How long the oldest slots have been in quarantine; 0 if there are none."""
+        return max((now - (r.quarantined_at or now) for r in self._reservations.quarantined), default=0.0)
+
+    @property
+    def written_to(self) -> bool:
+        """Whether a prefill node that was heard lately may be writing to this node's memory."""
+        now = time.monotonic()
+        writers = {writer.peer.boot_id for r in self._reservations for writer in r.writers if writer.may_post}
+        return any(now - (self._control.last_heard(boot_id) or 0.0) < SILENCE_S for boot_id in writers)
+
+    def add(self, attempt_id: AttemptId) -> None:
+        """Quarantine the slots of an attempt and have its prefill node stop."""
+        node = self._reservations.quarantine(attempt_id, time.monotonic())
+        self._control.repeat(("abort", attempt_id), node, Abort(attempt=attempt_id))
+
+    def on_failed(self, sender: Peer, message: PrefillFailed) -> None:
+        """The prefill node gave the attempt up. With writes in flight the quarantine goes on and it awaits `Abort`."""
+        if not message.in_flight:
+            self.on_quiesced(sender, message.attempt, message.lingering)
+        elif message.attempt not in self._reservations:
+            self._control.send(sender, Abort(attempt=message.attempt))
+
+    def on_quiesced(self, sender: Peer, attempt_id: AttemptId, lingering: bool = False) -> None:
+        """The sender has nothing of the attempt in flight. That counts if it is the node or one of its ranks."""
+        if self._reservations.quiesced(attempt_id, sender.boot_id, time.monotonic(), lingering):
+            self._control.answered(("abort", attempt_id))
+            log.info("prefill node has stopped writing", lingering=lingering, **attempt_id.log_fields)
+
+    def release_expired(self, now: float) -> None:
+        """Release the slots that a fence protects from what may linger. To be called in every turn of the loop."""
+        for attempt_id in self._reservations.release_expired(now):
+            self._control.answered(("abort", attempt_id))
+            log.info("what may have lingered is fenced off", **attempt_id.log_fields)
+
+    def look_for_dead_writers(self, now: float) -> None:
+        """Begin the grace of writers that are proved dead, each by itself."""
+        for quarantined in self._reservations.quarantined:
+            asked_after = quarantined.quarantined_at or now
+            for writer in quarantined.writers:
+                if writer.may_post and self._nodes.is_dead(writer.peer, asked_after):
+                    self._reservations.writer_died(writer.peer.boot_id, now)
+
+    # --- for the operator ---
 
     def list(self) -> QuarantineList:
         """All quarantined reservations with the processes that they wait for, oldest first.
 
-        So, too, prefixes that were lent for attempts that are over, and that are not known to be read no more.
+        So, too, prefixes that are leased to attempts that have ended.
         """
         now = time.monotonic()
-        found = [self._written(r, writer, now) for r in self._reservations.quarantined for writer in r.writers]
+        found = [
+            self._entry(r.key, r.num_slots, r.quarantined_at, writer.peer, now, free_after=writer.free_after)
+            for r in self._reservations.quarantined
+            for writer in r.writers
+        ]
         found += [
-            self._read(loan, reader, since, now) for loan, since in self._lent.orphaned for reader in loan.readers
+            self._entry(attempt.id, len(lease.slots), attempt.ended_at, reader, now, "reads")
+            for attempt, lease in self._reads.orphaned
+            for reader in lease.readers
         ]
         return QuarantineList(reservations=sorted(found, key=lambda reservation: -reservation.quarantined_s))
 
@@ -101,9 +165,9 @@ class Quarantine:
         now = time.monotonic()
         mine = [r for r in self._reservations.quarantined if r.writers_of(boot_id)]
         writers = [writer for r in mine for writer in r.writers_of(boot_id)]
-        loans = [loan for loan, _ in self._lent.orphaned if loan.readers_of(boot_id)]
-        readers = [reader for loan in loans for reader in loan.readers_of(boot_id)]
-        if not mine and not loans:
+        leases = [lease for _, lease in self._reads.orphaned if lease.readers_of(boot_id)]
+        readers = [reader for lease in leases for reader in lease.readers_of(boot_id)]
+        if not mine and not leases:
             raise HTTPException(404, f"nothing is in quarantine for boot id {boot_id}")
         peer = writers[0].peer if writers else readers[0]
         heard = self._control.last_heard(boot_id)
@@ -114,90 +178,37 @@ class Quarantine:
                 "stop it first, or force the eviction",
             )
         self._reservations.evict(boot_id, now)
-        self._lent.evict(boot_id)
+        self._reads.evict(boot_id)
         eviction = Eviction(
             boot_id=boot_id,
-            reservations=len(mine) + len(loans),
-            slots=sum(reservation.num_slots for reservation in mine) + sum(loan.num_slots for loan in loans),
+            reservations=len(mine) + len(leases),
+            slots=sum(reservation.num_slots for reservation in mine) + sum(len(lease.slots) for lease in leases),
             free_in_s=max(0.0, max((writer.free_after or now for writer in writers), default=now) - now),
             also_written_by=sorted({writer.peer.boot_id for r in mine for writer in r.writers if writer.may_post}),
-            also_read_by=sorted({reader.boot_id for loan in loans for reader in loan.readers}),
+            also_read_by=sorted({reader.boot_id for lease in leases for reader in lease.readers}),
         )
         log.warning("evicted by an operator", forced=force, **eviction.model_dump(exclude={"warning"}))
         return eviction
 
-    def _written(
-        self, reservation: Reservation[AttemptId, Peer, Any], writer: Writer[Peer], now: float
+    def _entry(
+        self,
+        key: AttemptId,
+        num_slots: int,
+        since: float | None,
+        peer: Peer,
+        now: float,
+        access: Literal["writes", "reads"] = "writes",
+        free_after: float | None = None,
     ) -> QuarantinedReservation:
-        free_after = writer.free_after
+        heard = self._control.last_heard(peer.boot_id)
         return QuarantinedReservation(
-            request_id=reservation.key.request_id,
-            epoch=reservation.key.epoch,
-            slots=reservation.num_slots,
-            quarantined_s=now - (reservation.quarantined_at or now),
-            writer=writer.peer.address,
-            boot_id=writer.peer.boot_id,
-            last_heard_s=self._last_heard_s(writer.peer, now),
+            request_id=key.request_id,
+            epoch=key.epoch,
+            slots=num_slots,
+            quarantined_s=now - (since or now),
+            writer=peer.address,
+            boot_id=peer.boot_id,
+            access=access,
+            last_heard_s=None if heard is None else now - heard,
             free_in_s=None if free_after is None else max(0.0, free_after - now),
         )
-
-    def _read(self, loan: Loan, reader: Peer, since: float, now: float) -> QuarantinedReservation:
-        return QuarantinedReservation(
-            request_id=loan.attempt.request_id,
-            epoch=loan.attempt.epoch,
-            slots=loan.num_slots,
-            quarantined_s=now - since,
-            writer=reader.address,
-            boot_id=reader.boot_id,
-            access="reads",
-            last_heard_s=self._last_heard_s(reader, now),
-            free_in_s=None,
-        )
-
-    def _last_heard_s(self, peer: Peer, now: float) -> float | None:
-        heard = self._control.last_heard(peer.boot_id)
-        return None if heard is None else now - heard
-
-
-def quarantine_router(
-    quarantine: Quarantine,
-    post: Callable[[LoopCall], None],
-    timeout: float = 10.0,
-    token: str | None = None,
-) -> APIRouter:
-    """GET /quarantine and POST /quarantine/evict?boot_id=...&force=....
-
-    The node's loop, which `post` reaches, carries both out; 503 if it is too busy. token: 401 without it.
-    """
-    router = APIRouter(prefix="/quarantine", dependencies=[] if token is None else [Depends(_bearer_of(token))])
-
-    def call(action: Callable[[], Result]) -> Result:
-        try:
-            return on_loop(post, action, timeout)
-        except LoopBusy as error:
-            raise HTTPException(503, f"{error}; nothing was evicted") from error
-
-    @router.get("")
-    def listing() -> QuarantineList:
-        return call(quarantine.list)
-
-    @router.post("/evict")
-    def evict(boot_id: str, force: bool = False) -> Eviction:
-        return call(lambda: quarantine.evict(boot_id, force))
-
-    return router
-
-
-def _bearer_of(token: str) -> Callable[..., None]:
-    """A dependency that refuses requests without the token."""
-
-    def check(shown: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]) -> None:
-        if shown is None or not secrets.compare_digest(shown.credentials.encode(), token.encode()):
-            raise HTTPException(
-                401,
-                "expected the header 'Authorization: Bearer TOKEN' with the operator.token of this node's --key-dir; "
-                "`hisparse-pd quarantine --key-dir DIR` sends it",
-                {"WWW-Authenticate": "Bearer"},
-            )
-
-    return check

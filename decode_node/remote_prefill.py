@@ -25,20 +25,19 @@ from control.messages import (
     PrefillAccepted,
     PrefillDone,
     PrefillFailed,
-    PrefillRequest,
     Progress,
     Quiesced,
 )
 from control.plane import ControlPlane
-from decode_node.abandoned import AbandonedAttempts
-from decode_node.attempt import AttemptState, PrefillAttempt, chunk_of
-from decode_node.health import Health
-from decode_node.lent_prefixes import LentPrefixes
+from decode_node.attempt import AttemptState, AttemptTable, PrefillAttempt, chunk_of
 from decode_node.prefill_nodes import PrefillNodes
+from decode_node.prefix_reads import PrefixReads
+from decode_node.quarantine import Quarantine
 from decode_node.request import Request, RequestState
-from decode_node.verifier import Digested, Digesting, Verification, Verified
+from decode_node.verifier import Task, Verification
 from kvcache.extents import NO_SLOTS, HostSlots
-from transfer.fencing import ReservationTable
+from kvcache.host_pool import HostKVPool
+from transfer.fencing import Fence, ReservationTable
 
 log = structlog.get_logger(__name__)
 
@@ -50,10 +49,6 @@ PrefillMessage = (
 )
 
 
-def _nothing_to_lend(request: Request, stop: int) -> HostSlots:
-    return NO_SLOTS
-
-
 class RemotePrefill:
     """Owns the attempts of requests in state PREFILLING. One loop calls it.
 
@@ -61,40 +56,40 @@ class RemotePrefill:
     `on_landed` is called when the KV of a request is complete and verified, with how many of its tokens
     the prefill node had. `on_lost` is told the reason when a request has lost its attempt.
     `patience`: seconds without acceptance or progress after which an attempt is given up.
-    `lend`, `take_back`: see `LentPrefixes`.
+    `host` owns the slots; `cut` makes a fence (`transfer.fencing`).
     """
 
     def __init__(
         self,
         control: ControlPlane,
         destination: Destination,
-        reservations: ReservationTable[AttemptId, Peer, HostSlots],
-        verify: Callable[[Verification | Digesting], bool],
+        host: HostKVPool,
+        cut: Callable[[], Fence],
+        verify: Callable[[Task], bool],
         metrics: Metrics,
         patience: float,
         on_lost: Callable[[Request, str], None],
         on_landed: Callable[[Request, int], None] = lambda *_: None,
-        lend: Callable[[Request, int], HostSlots] = _nothing_to_lend,
-        take_back: Callable[[HostSlots], None] = lambda _: None,
     ) -> None:
-        self.health = Health(control, patience)
-        self.nodes = PrefillNodes(control, self.health)
-        self.abandoned = AbandonedAttempts(control, reservations, self.health)
-        self.lent = LentPrefixes(control, lend, take_back, verify, self.health)
+        self._attempts = AttemptTable()
+        self.nodes = PrefillNodes(control, patience)
+        self.reads = PrefixReads(control, self._attempts, self.nodes, host, verify)
+        self._reservations: ReservationTable[AttemptId, Peer, HostSlots] = ReservationTable(
+            host.release, host.retain, cut
+        )
+        self.quarantine = Quarantine(control, self._reservations, self.nodes, self.reads)
         self._control = control
         self._me = control.me.boot_id
         self._destination = destination
-        self._reservations = reservations
         self._verify = verify
         self._metrics = metrics
         self._on_lost = on_lost
         self._on_landed = on_landed
-        self._attempts: dict[AttemptId, PrefillAttempt] = {}
         self._inquire_at = 0.0
 
     @property
     def is_idle(self) -> bool:
-        return not self._attempts and not len(self._reservations) and not len(self.lent)
+        return not self._attempts and not len(self._reservations)
 
     # --- attempts begin and end ---
 
@@ -107,7 +102,6 @@ class RemotePrefill:
         request.prefill_attempts += 1
         request.tried.add(node.boot_id)
         request.move(RequestState.PREFILLING)
-        prefix = request.host_slots or NO_SLOTS
         ranks = self.nodes.ranks_of(node, request)
         attempt = PrefillAttempt(
             request.attempt(self._me),
@@ -116,53 +110,39 @@ class RemotePrefill:
             slots,
             time.monotonic(),
             request.kv_tokens,
-            prefix,
+            request.host_slots or NO_SLOTS,
             request.logprobs_to_compute(),
             ranks,
         )
         self._reservations.open(attempt.id, node, slots, len(slots), ranks)
         self._attempts[attempt.id] = attempt
-        self.health.begun(node, request.request_id)
-        extents = tuple((extent.start, extent.length) for extent in slots.extents)
-        message = PrefillRequest(
-            attempt=attempt.id,
-            token_ids=request.tokens[:-1],
-            start=len(prefix),
-            destination=self._destination,
-            extents=extents,
-            hisparse=True,
-            cache_salt=request.generate.cache_salt,
-            prompt_logprobs=None if attempt.prompt_logprobs is None else request.generate.prompt_logprobs,
-            last_token_id=None if attempt.prompt_logprobs is None else request.tokens[-1],
-            ranks=tuple(rank.boot_id for rank in ranks),
-        )
-        self._control.repeat(("prefill", attempt.id), node, message)
+        self.nodes.begun(node, request.request_id)
+        self._control.repeat(("prefill", attempt.id), node, attempt.message(self._destination))
         log.info(
             "prefill dispatched",
             node=node.address,
-            tokens=request.kv_tokens,
-            cached=len(prefix),
-            extents=len(extents),
+            tokens=attempt.num_tokens,
+            cached=len(attempt.prefix),
+            extents=len(slots.extents),
             **attempt.id.log_fields,
         )
 
     def abandon(self, request: Request) -> None:
         """The request no longer wants its prefill: its slots stay in quarantine until nothing can write to them."""
-        attempt = self._end(request.attempt(self._me), AttemptState.LOST)
-        self.abandoned.add(attempt.id)
+        attempt = self._attempts[request.attempt(self._me)]
+        self._end(attempt, AttemptState.LOST)
+        self.quarantine.add(attempt.id)
 
-    def _end(self, attempt_id: AttemptId, state: AttemptState) -> PrefillAttempt:
-        attempt = self._attempts.pop(attempt_id)
-        attempt.move(state)
-        self.health.ended(attempt)
-        self.lent.attempt_ended(attempt_id, time.monotonic())
-        self._control.answered(("prefill", attempt_id))
-        return attempt
+    def _end(self, attempt: PrefillAttempt, state: AttemptState) -> None:
+        attempt.move(state, time.monotonic())
+        self._attempts.drop_if_over(attempt)
+        self.nodes.ended(attempt)
+        self._control.answered(("prefill", attempt.id))
 
     def _land(self, attempt: PrefillAttempt, done: PrefillDone) -> None:
-        """The request gets the slots. If a write may linger, their next owner gets them only behind a fence."""
+        """The request gets the slots. If a write may linger, their next owner gets them only after a fence."""
         request = attempt.request
-        self._end(attempt.id, AttemptState.LANDED)
+        self._end(attempt, AttemptState.LANDED)
         landed = self._reservations.landed(attempt.id, time.monotonic(), done.lingering)
         request.host_slots = attempt.prefix.extend(landed.extents)
         request.may_be_shared = not done.lingering
@@ -184,19 +164,18 @@ class RemotePrefill:
         )
         self._on_landed(request, done.cached_tokens)
 
-    def _lose(self, attempt_id: AttemptId, reason: str, leaving: bool = False) -> None:
-        """The node stopped working on an attempt. That fails the attempt unless the node had announced everything.
+    def _lose(self, attempt: PrefillAttempt | None, reason: str, leaving: bool = False) -> None:
+        """The node stopped working on an attempt. That fails a live one unless the node had announced everything.
 
         leaving: the node shuts down and hands its requests back, which counts neither as a failure nor as an attempt.
         """
-        attempt = self._attempts.get(attempt_id)
         if attempt is None or not attempt.needs_node:
             return
         if not leaving:
             self._fail(attempt, reason)
             return
         attempt.request.prefill_attempts -= 1
-        log.info("prefill handed back", node=attempt.node.address, reason=reason, **attempt_id.log_fields)
+        log.info("prefill handed back", node=attempt.node.address, reason=reason, **attempt.id.log_fields)
         self._give_back(attempt, reason)
 
     def _fail(self, attempt: PrefillAttempt, reason: str, kind: str = "prefill") -> None:
@@ -219,39 +198,42 @@ class RemotePrefill:
             return
         for attempt_id in message.attempts if isinstance(message, NotHeld) else (message.attempt,):
             attempt = self._attempts.get(attempt_id)
-            if attempt is None or attempt.node.boot_id == sender.boot_id:
+            if attempt is None or not attempt.is_live or attempt.node.boot_id == sender.boot_id:
                 self._on(sender, attempt_id, message)
             else:
                 log.warning("from a node that was not asked", node=sender.address, **attempt_id.log_fields)
 
     def _on(self, sender: Peer, attempt_id: AttemptId, message: PrefillMessage) -> None:
-        if _says_that_nothing_is_in_flight(message):
-            self.lent.returned(attempt_id, sender)
+        attempt = self._attempts.get(attempt_id)
+        if attempt is not None and _says_that_nothing_is_in_flight(message):
+            self.reads.returned(attempt, sender)
+        if attempt is not None and not attempt.is_live:
+            attempt = None
         match message:
             case PrefillAccepted():
                 self._control.answered(("prefill", attempt_id))
-                if attempt_id in self._attempts:
-                    self._attempts[attempt_id].accept(time.monotonic())
+                if attempt is not None:
+                    attempt.accept(time.monotonic())
             case ChunkDone() | PrefillDone():
-                self._on_arrival(sender, attempt_id, message)
+                self._on_arrival(sender, attempt, message)
             case FetchRequest():
-                self.lent.on_request(sender, message, self._attempts.get(attempt_id))
+                self.reads.on_request(sender, message)
             case PrefillFailed():
                 if message.leaving:
                     self.nodes.retire(sender.boot_id)
-                elif attempt_id in self._attempts and not message.refused:
-                    self.health.failed(sender, attempt_id.request_id)
-                self._lose(attempt_id, message.reason, message.leaving)
-                self.abandoned.on_failed(sender, message)
+                elif attempt is not None and not message.refused:
+                    self.nodes.failed(sender, attempt_id.request_id)
+                self._lose(attempt, message.reason, message.leaving)
+                self.quarantine.on_failed(sender, message)
             case Quiesced():
-                self._lose(attempt_id, "the prefill node gave it up")
-                self.abandoned.on_quiesced(sender, attempt_id, message.lingering)
+                self._lose(attempt, "the prefill node gave it up")
+                self.quarantine.on_quiesced(sender, attempt_id, message.lingering)
             case NotHeld():
-                self._lose(attempt_id, "the prefill node does not know it")
-                self.abandoned.on_quiesced(sender, attempt_id)
+                self._lose(attempt, "the prefill node does not know it")
+                self.quarantine.on_quiesced(sender, attempt_id)
 
     def _on_progress(self, sender: Peer, message: Progress) -> None:
-        self.health.note_pass(sender, message.current_pass)
+        self.nodes.note_pass(sender, message.current_pass)
         for attempt_id, computed in message.computed:
             attempt = self._attempts.get(attempt_id)
             if attempt is not None and attempt.node.boot_id == sender.boot_id:
@@ -259,21 +241,20 @@ class RemotePrefill:
 
     # --- arrival and verification ---
 
-    def _on_arrival(self, sender: Peer, attempt_id: AttemptId, message: ChunkDone | PrefillDone) -> None:
-        """A chunk has landed, or the whole prompt has."""
-        attempt = self._attempts.get(attempt_id)
+    def _on_arrival(self, sender: Peer, attempt: PrefillAttempt | None, message: ChunkDone | PrefillDone) -> None:
+        """A chunk has landed, or the whole prompt has. attempt: None if it has landed or was given up."""
         if attempt is not None:
-            if contradiction := attempt.contradiction(message):
-                self._fail(attempt, contradiction)
+            if reason := attempt.rejection_reason(message):
+                self._fail(attempt, reason)
                 return
             if not self._is_taken(attempt, message):
                 return
         elif isinstance(message, PrefillDone):
-            # The attempt has landed or was given up. That its last write landed is as good as Quiesced.
-            self.abandoned.on_quiesced(sender, attempt_id, message.lingering)
-            self._control.send(sender, Admitted(attempt=attempt_id))
+            # That the last write landed is as good as Quiesced.
+            self.quarantine.on_quiesced(sender, message.attempt, message.lingering)
+            self._control.send(sender, Admitted(attempt=message.attempt))
         if isinstance(message, ChunkDone):
-            self._control.send(sender, ChunkTaken(attempt=attempt_id, number=message.number))
+            self._control.send(sender, ChunkTaken(attempt=message.attempt, number=message.number))
         if attempt is not None:
             self._land_if_verified(attempt)
 
@@ -288,27 +269,27 @@ class RemotePrefill:
         attempt.take(message, time.monotonic())
         return True
 
-    def verified(self, result: Verified) -> None:
+    def verified(self, result: Verification) -> None:
         """Take the result of a verification. It changes nothing if the attempt was given up meanwhile."""
-        attempt = self._attempts.get(result.attempt_id)
-        if attempt is None:
+        attempt = result.attempt
+        if not attempt.is_live:
             return
-        if result.reason is None:
+        if result.failure_reason is None:
             attempt.verified(result.chunk)
             self._land_if_verified(attempt)
         elif not result.mismatches:
-            self._fail(attempt, result.reason, "verification")
+            self._fail(attempt, result.failure_reason, "verification")
         else:
             log.error(
                 "transferred KV is not what was sent",
                 node=attempt.node.address,
                 mismatches=len(result.mismatches),
-                checksums=result.num_checksums,
+                checksums=len(result.checksums),
                 first=result.examples(),
                 **attempt.id.log_fields,
             )
-            self.health.failed(attempt.node, attempt.id.request_id)
-            self._fail(attempt, result.reason, "checksum")
+            self.nodes.failed(attempt.node, attempt.id.request_id)
+            self._fail(attempt, result.failure_reason, "checksum")
 
     def _land_if_verified(self, attempt: PrefillAttempt) -> None:
         if attempt.done is None or not attempt.is_verified:
@@ -318,30 +299,26 @@ class RemotePrefill:
         else:
             self._fail(attempt, "log probabilities of the prompt are missing")
 
-    def digested(self, result: Digested) -> None:
-        """Take the digests of what is to be lent."""
-        self.lent.digested(result)
-
     # --- housekeeping ---
 
     def tick(self, now: float) -> None:
-        """Release slots that have become safe, give up attempts whose node is unwell, and ask nodes for progress."""
-        self.abandoned.release_expired(now)
+        """Release slots that have become safe, give up attempts whose node is unhealthy, and ask nodes for progress."""
+        self.quarantine.release_expired(now)
         if now < self._inquire_at:
             return
         self._inquire_at = now + _INQUIRE_S
         writers = {writer.peer for reservation in self._reservations for writer in reservation.writers}
-        readers = {reader for loan in self.lent for reader in loan.readers}
+        readers = {reader for _, lease in self._attempts.leases for reader in lease.readers}
         self._control.watch(self.nodes.known | writers | readers)
-        for attempt_id, attempt in list(self._attempts.items()):
-            if attempt.needs_node and (trouble := self.health.trouble(attempt, now)):
-                self._lose(attempt_id, trouble)
-        self.abandoned.look_for_dead_writers(now)
-        self.lent.take_from_dead_readers()
+        for attempt in self._attempts.live:
+            if attempt.needs_node and (reason := self.nodes.failure_reason(attempt, now)):
+                self._lose(attempt, reason)
+        self.quarantine.look_for_dead_writers(now)
+        self.reads.release_dead_readers()
         self._ask_for_progress()
 
     def _ask_for_progress(self) -> None:
-        asked: dict[Peer, list[AttemptId]] = {node: [] for node in self.health.stuck & self.nodes.known}
+        asked: dict[Peer, list[AttemptId]] = {node: [] for node in self.nodes.stuck & self.nodes.known}
         for attempt in self._attempts.values():
             if attempt.state is AttemptState.ACCEPTED:
                 asked.setdefault(attempt.node, []).append(attempt.id)

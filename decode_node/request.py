@@ -1,6 +1,7 @@
 """A request at the decode node, which owns it, and the states that it passes through."""
 
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -8,8 +9,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from control.messages import AttemptId, FinishReason, Generate, Peer
-from control.prompt_logprobs import PromptLogprobTable
+from control.messages import AttemptId, FinishReason, Generate, Peer, Sampling
+from control.prompt_logprobs import PromptLogprobTable, too_many
 from engine.adjustments import BannedTokens, adjusts
 from engine.grammar.state import GrammarState
 from engine.sampling import RandomStream
@@ -139,7 +140,7 @@ class Request:
     def shared_token_ids(self) -> npt.NDArray[np.int32]:
         """The tokens whose KV may be cached once it has landed: int32 [n].
 
-        Requests of a group share slots behind the last whole block of their prompt, too. A slot can be in one cached
+        Requests of a group share slots after the last whole block of their prompt, too. A slot can be in one cached
         block only, so of a group nothing but the prompt is cached.
         """
         return self.generate.prompt[:-1] if self.generate.group else self.kv_token_ids
@@ -189,9 +190,9 @@ class RequestTable(dict[str, Request]):
 
     def add(self, request: Request) -> None:
         """Put a new request at its place."""
-        behind = [other for other in self.values() if other.generate.priority > request.generate.priority]
+        later = [other for other in self.values() if other.generate.priority > request.generate.priority]
         self[request.request_id] = request
-        for other in behind:
+        for other in later:
             self[other.request_id] = self.pop(other.request_id)
 
     def donors(self) -> dict[str, Request]:
@@ -206,3 +207,39 @@ class RequestTable(dict[str, Request]):
     def in_state(self, *states: RequestState) -> list[Request]:
         """Requests in these states, in order."""
         return [request for request in self.values() if request.state in states]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Which requests a node accepts.
+
+    host_slots: of the whole host pool. max_waiting: requests in state WAITING; more are rejected.
+    """
+
+    context_length: int
+    vocab_size: int
+    host_slots: int
+    max_running: int
+    max_waiting: int
+    prefill_retries: int
+
+    def rejection_reason(self, generate: Generate) -> str | None:
+        """Why the request could never run here, naming both values, or None."""
+        prompt, new = len(generate.prompt_ids), generate.max_new_tokens
+        if prompt + new > self.context_length:
+            return f"{prompt} prompt tokens and max_tokens {new} exceed the context of {self.context_length} tokens"
+        if prompt + new - 1 > self.host_slots:
+            return f"{prompt + new - 1} tokens of KV exceed the host pool of {self.host_slots}"
+        largest = int(generate.prompt.max())
+        for token_ids in (generate.stop_token_ids, *_named_tokens(generate.sampling)):
+            largest = max(largest, *token_ids, 0)
+        if largest >= self.vocab_size:
+            return f"token id {largest} is outside the vocabulary of {self.vocab_size}"
+        return None if generate.prompt_logprobs is None else too_many(prompt, generate.prompt_logprobs)
+
+
+def _named_tokens(sampling: Sampling) -> Iterator[Iterable[int]]:
+    """The ids that settings name: tables on the device have no room for others."""
+    yield (token_id for token_id, _ in sampling.logit_bias)
+    yield sampling.allowed_token_ids or ()
+    yield from sampling.bad_words

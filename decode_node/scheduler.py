@@ -9,23 +9,22 @@ from collections.abc import Sequence
 
 import structlog
 
+from base.block_hashes import BLOCK_TOKENS
 from base.metrics import Metrics
 from base.tombstones import Tombstones
 from control.messages import FinishReason, Generate, Peer, Rejected
 from decode_node.grammars import Grammars
-from decode_node.limits import Limits
 from decode_node.local_prefill import LocalPrefill
 from decode_node.outputs import OutputStream
 from decode_node.remote_prefill import RemotePrefill
-from decode_node.request import Request, RequestState, RequestTable
+from decode_node.request import Limits, Request, RequestState, RequestTable
 from decode_node.slots import SlotManager
-from decode_node.starting import PrefillStarter
 from decode_node.stepper import Stepper
 from engine.grammar.errors import GrammarViolation
 from engine.runner import ModelRunner
 from engine.sampling import NoToken
 from hisparse.coordinator import HiSparseCoordinator
-from ranks.group import RankGroup
+from ranks.group import Ranks
 
 log = structlog.get_logger(__name__)
 
@@ -52,9 +51,8 @@ class Scheduler:
         metrics: Metrics,
         limits: Limits,
         grammars: Grammars,
-        ranks: RankGroup | None = None,
+        ranks: Ranks,
     ) -> None:
-        """ranks: the group that this node is a rank of."""
         self.requests = RequestTable()
         self.outputs = outputs
         self._runner = runner
@@ -64,7 +62,6 @@ class Scheduler:
         self._metrics = metrics
         self._limits = limits
         self._slots = SlotManager(self.requests, coordinator, remote, local, metrics)
-        self._starter = PrefillStarter(self._slots, remote, local, metrics, self.landed)
         self._grammars = grammars
         self._steps = Stepper(runner, coordinator, metrics, grammars, self._step_failed, ranks)
         self._ended: Tombstones[str] = Tombstones()
@@ -79,8 +76,8 @@ class Scheduler:
         request_id = generate.request_id
         if request_id in self.requests or request_id in self._ended:
             return None
-        if refusal := self._limits.refusal(generate):
-            return Rejected(request_id=request_id, code="too_long", reason=refusal)
+        if reason := self._limits.rejection_reason(generate):
+            return Rejected(request_id=request_id, code="too_long", reason=reason)
         if self._draining:
             return Rejected(request_id=request_id, code="draining", reason="the decode node is draining")
         if len(self.requests.in_state(RequestState.WAITING)) >= self._limits.max_waiting:
@@ -126,9 +123,7 @@ class Scheduler:
 
         A node that prefills computes what it lacks of the prompt, also what the decode node has.
         """
-        if request.cached_tokens is None:
-            request.cached_tokens = cached_tokens
-        self._slots.share(request)
+        self._slots.landed(request, cached_tokens)
 
     # --- a turn of the loop ---
 
@@ -158,7 +153,33 @@ class Scheduler:
             self.end(refused.request, "abort" if refused.elsewhere else "invalid", refused.reason)
 
     def _start_prefills(self) -> None:
-        self._starter.start(self.requests)
+        """Start waiting requests, in order, until one has to wait for host slots.
+
+        Of a group one is prefilled. The others wait for that, and share its prompt. One that needs log probabilities of
+        its prompt is prefilled by itself.
+        """
+        waiting = self.requests.in_state(RequestState.WAITING)
+        donors = self.requests.donors() if waiting else {}
+        for request in waiting:
+            shares = not request.generated and not request.lacks_logprobs
+            donor = donors.get(request.generate.group) if shares else None
+            if donor is not None and not donor.has_kv:
+                continue
+            node = self._choose_node(request)
+            if node is None and donor is None and request.kv_tokens % BLOCK_TOKENS:
+                # Nobody can prefill this one now, but perhaps a shorter prompt. It cannot be cached whole.
+                continue
+            if not self._slots.start_prefill(request, node, donor):
+                return
+            if request.generate.group and request.state is not RequestState.WAITING:
+                donors.setdefault(request.generate.group, request)
+
+    def _choose_node(self, request: Request) -> Peer | LocalPrefill | None:
+        """Who would prefill a request now, or None."""
+        node = self._remote.nodes.choose(request)
+        if node is None:
+            return self._local if self._local is not None and self._local.fits(request.kv_tokens) else None
+        return None if node.boot_id in request.tried and time.monotonic() < request.again_at else node
 
     def _advance_local_prefill(self) -> None:
         if self._local is None or not self._local.has_work:
@@ -172,7 +193,7 @@ class Scheduler:
                 self.end(request, "error", f"prefill failed: {error}")
         landed, broken = self._local.staged()
         for request in landed:
-            self.landed(request, 0)
+            self._slots.landed(request, 0)
             log.info("staged", request_id=request.request_id, tokens=request.kv_tokens)
         for request, failure in broken:
             self.end(request, "error", f"copying the prompt's KV to host memory failed: {failure}")
@@ -240,20 +261,17 @@ class Scheduler:
                 self.end(request, "abort", reason)
         self.outputs.flush()
 
-    def abandon_all(self, reason: str) -> None:
-        """Tell every gateway to try its requests elsewhere. Nothing is released: this process ends."""
-        for request in self.requests.values():
-            self.outputs.end(request, "abort", reason)
-        self.outputs.flush()
+    def end_streams(self, reason: FinishReason, error: str) -> None:
+        """Tell every gateway how its requests end. Nothing is released: this process ends.
 
-    def fail_all(self, error: str) -> None:
-        """Tell every gateway that its requests failed. Nothing is released: the device does not work any more."""
+        reason: `abort` has gateways try another node, `error` does not.
+        """
         for request in self.requests.values():
-            self.outputs.end(request, "error", error)
+            self.outputs.end(request, reason, error)
         self.outputs.flush()
 
     def _close(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        # What a failed step has left behind may be wrong.
+        # What a failed step has left may be wrong.
         self._slots.release(request, keep=reason != "error")
         request.move(RequestState.FINISHED)
         self._grammars.forget(request)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import structlog
 
 from base.metrics import Metrics
+from control.messages import Peer
 from decode_node.local_prefill import LocalPrefill
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, RequestState, RequestTable
@@ -19,7 +20,7 @@ _FRESH_S = 10.0
 
 @dataclass(frozen=True)
 class _Shortage:
-    """A request got no slots for so many tokens that were not cached. Unless more was inserted, it needs no fewer."""
+    """A request got no slots for the tokens of it that were not cached. Unless more was inserted, it needs no fewer."""
 
     request_id: str
     num_tokens: int
@@ -45,25 +46,71 @@ class SlotManager:
         self._remote = remote
         self._local = local
         self._metrics = metrics
+        self._prefixes = coordinator.host.prefixes
         self._shortage: _Shortage | None = None
 
-    def hold_prefix(self, request: Request) -> HostSlots:
+    def start_prefill(self, request: Request, node: Peer | LocalPrefill | None, donor: Request | None) -> bool:
+        """Have the node prefill what is not cached of a waiting request. False if that has to wait for host slots.
+
+        node: None if nobody can; then the request starts only if it is cached whole. donor: a request with the same
+        prompt, whose KV is there.
+        """
+        if node is not None and donor is None and self._must_wait(request):
+            return False
+        prefix = self._hold_prompt(request, donor) if donor else self._hold_prefix(request)
+        missing = request.kv_tokens - len(prefix)
+        if missing and node is None:
+            self.release(request)
+            return True
+        # A prompt of one token needs no slots, and so no room.
+        slots = self._reserve_host(request, missing) if request.kv_tokens else NO_SLOTS
+        if slots is None:
+            self.release(request)
+            return False
+        self._metrics.prefix_cache_queries.labels("decode").inc(request.kv_tokens)
+        self._metrics.prefix_cache_hits.labels("decode").inc(len(prefix))
+        if not missing:
+            request.move(RequestState.LANDED)
+            self.landed(request, len(prefix))
+        elif isinstance(node, LocalPrefill):
+            request.host_slots = prefix.extend(slots.extents)
+            node.start(request, len(prefix))
+        elif node is not None:
+            self._remote.dispatch(request, node, slots)
+        return True
+
+    def landed(self, request: Request, cached_tokens: int) -> None:
+        """Cache the prompt of a request that has just landed, and exchange what was cached before it landed.
+
+        cached_tokens: tokens that were not computed for that.
+        """
+        if request.cached_tokens is None:
+            request.cached_tokens = cached_tokens
+        if self._prefixes is not None and request.may_be_shared:
+            assert request.host_slots is not None
+            salt = request.generate.cache_salt
+            request.host_slots = self._prefixes.share(request.shared_token_ids, request.host_slots, salt)
+
+    def clear_prefixes(self) -> None:
+        """Give up what is cached and not in use."""
+        if self._prefixes is not None:
+            self._prefixes.clear()
+
+    def _hold_prefix(self, request: Request) -> HostSlots:
         """Give a waiting request the slots of its longest cached prefix, until it is released."""
         assert request.host_slots is None
         request.may_be_shared = True
-        prefixes = self._coordinator.host.prefixes
-        slots = NO_SLOTS
-        if prefixes is not None and not request.lacks_logprobs:
-            slots = prefixes.hold(request.kv_token_ids, request.generate.cache_salt)
-        request.host_slots = slots
-        return slots
+        request.host_slots = NO_SLOTS
+        if self._prefixes is not None and not request.lacks_logprobs:
+            request.host_slots = self._prefixes.hold(request.kv_token_ids, request.generate.cache_salt)
+        return request.host_slots
 
-    def hold_prompt(self, request: Request, donor: Request) -> HostSlots:
+    def _hold_prompt(self, request: Request, donor: Request) -> HostSlots:
         """Give a waiting request the slots of a prompt that another one has the KV of, but for the prompt's last token.
 
-        Whole blocks are cached; the slots behind them are the donor's, too, which writes to none of them any more.
+        Whole blocks are cached; the slots after them are the donor's, too, which writes to none of them any more.
         """
-        prefix = self.hold_prefix(request)
+        prefix = self._hold_prefix(request)
         slots = donor.host_slots
         if donor.state is RequestState.RUNNING:
             slots = self._coordinator.host_slots(donor.request_id)
@@ -75,21 +122,8 @@ class SlotManager:
         request.may_be_shared = donor.may_be_shared
         return request.host_slots
 
-    def share(self, request: Request) -> None:
-        """Cache the prompt of a request that has just landed, and exchange what was cached before it landed."""
-        prefixes = self._coordinator.host.prefixes
-        if prefixes is not None and request.may_be_shared:
-            assert request.host_slots is not None
-            salt = request.generate.cache_salt
-            request.host_slots = prefixes.share(request.shared_token_ids, request.host_slots, salt)
-
-    def clear_prefixes(self) -> None:
-        """Give up what is cached and not in use."""
-        if (prefixes := self._coordinator.host.prefixes) is not None:
-            prefixes.clear()
-
-    def reserve_host(self, request: Request, num_tokens: int) -> HostSlots | None:
-        """Host slots for so many tokens of a request that are not cached, or None.
+    def _reserve_host(self, request: Request, num_tokens: int) -> HostSlots | None:
+        """Host slots for tokens of a request that are not cached, or None.
 
         Leaves running requests room to grow: for that they would soon drop it.
         """
@@ -98,8 +132,8 @@ class SlotManager:
         self._shortage = _Shortage(request.request_id, num_tokens, self._insertions)
         return None
 
-    def must_wait(self, request: Request) -> bool:
-        """Whether `reserve_host` would refuse a request again, as far as that is known without a look at the cache.
+    def _must_wait(self, request: Request) -> bool:
+        """Whether `_reserve_host` would refuse a request again, as far as that is known without a look at the cache.
 
         The first request in the queue is asked for in every turn, and a look takes a millisecond for a long prompt.
         """
@@ -112,8 +146,7 @@ class SlotManager:
 
     @property
     def _insertions(self) -> int:
-        prefixes = self._coordinator.host.prefixes
-        return 0 if prefixes is None else prefixes.blocks.insertions
+        return 0 if self._prefixes is None else self._prefixes.blocks.insertions
 
     def admit(self, request: Request) -> bool:
         """Give device slots to a request whose KV is in host memory. False if there are too few."""
@@ -130,7 +163,7 @@ class SlotManager:
         """The running requests that get another token and have room for it, in order.
 
         The last give way until the others have room. Requests whose room is about to become free, from quarantine
-        or behind a step, sit this step out.
+        or after a step, sit this step out.
         """
         while True:
             wanting = [request for request in self._requests.in_state(RequestState.RUNNING) if request.wants_step]
@@ -169,11 +202,10 @@ class SlotManager:
         A step writes its newest token only, and the tokens of a request are taken when their steps are over. So
         whatever is in flight, the KV of the first `kv_tokens` tokens is in host memory and stays as it is.
         """
-        prefixes = self._coordinator.host.prefixes
-        if prefixes is not None and request.may_be_shared:
+        if self._prefixes is not None and request.may_be_shared:
             assert request.host_slots is not None
             salt = request.generate.cache_salt
-            request.host_slots = prefixes.insert(request.shared_token_ids, request.host_slots, salt)
+            request.host_slots = self._prefixes.insert(request.shared_token_ids, request.host_slots, salt)
 
     def _release_prefix(self, request: Request) -> None:
         """At once: nobody writes to slots that are cached."""
@@ -193,7 +225,7 @@ class SlotManager:
         quarantine nobody knows how long they stay there, so if no request can go on meanwhile (`can_wait` is False),
         only those count that have just come there.
         """
-        quarantined = self._remote.abandoned.num_slots if can_wait else self._remote.abandoned.fresh_slots(_FRESH_S)
+        quarantined = self._remote.quarantine.num_slots if can_wait else self._remote.quarantine.fresh_slots(_FRESH_S)
         # All but waiting requests hold host slots.
         _, *others = (request for request in self._requests.values() if request.state is not RequestState.WAITING)
         if not others or quarantined + self._coordinator.releasing_slots >= short:

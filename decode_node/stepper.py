@@ -15,8 +15,8 @@ from engine.grammar.errors import GrammarViolation
 from engine.runner import Batch, LaunchedStep, ModelRunner
 from engine.sampling import NoToken
 from hisparse.coordinator import HiSparseCoordinator
-from ranks.agreement import GroupFailed
-from ranks.group import RankGroup
+from ranks.barrier import GroupFailed
+from ranks.group import Ranks
 
 log = structlog.get_logger(__name__)
 
@@ -35,7 +35,7 @@ class Stepper:
         metrics: Metrics,
         grammars: Grammars,
         on_failure: Callable[[Sequence[str], Exception], None],
-        ranks: RankGroup | None = None,
+        ranks: Ranks,
     ) -> None:
         self._runner = runner
         self._grammars = grammars
@@ -60,9 +60,9 @@ class Stepper:
     def launch(self, requests: Sequence[Request]) -> None:
         """Queue a step that computes one token of each request. All must have room for it.
 
-        In a group all ranks launch one, if any has requests. Raises GroupFailed where that is not possible.
+        All ranks of the node launch one, if any has requests. Raises GroupFailed where that is not possible.
         """
-        padded = len(requests) if self._ranks is None else self._ranks.agree(len(requests)).batch
+        padded = self._ranks.barrier.wait(len(requests))
         if not requests:
             if padded:
                 self._pad(padded)
@@ -130,10 +130,11 @@ class Stepper:
         try:
             yield
         except Exception as error:
-            if self._ranks is None:
+            failure = self._ranks.failure(error)
+            if failure is error:
                 raise
             log.exception("the step of the group failed")
-            raise self._ranks.failure(error) from error
+            raise failure from error
 
     @contextmanager
     def _guarded(self, batch: Batch) -> Iterator[None]:

@@ -1,49 +1,43 @@
-"""Hashes KV on a thread of its own, what arrived and what is lent: hundreds of megabytes must not delay decoding."""
+"""Hashes KV on a thread of its own, what arrived and what is leased: hundreds of megabytes must not delay decoding."""
 
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
-from control.messages import AttemptId
 from decode_node.attempt import ChunkNumber, PrefillAttempt
 from transfer.checksum import Mismatch, digests, verify
-from transfer.memory import BufferInfo, Checksum, Checksums
+from transfer.memory import BufferInfo, Checksums
 from transfer.planner import Int64s
 
 log = structlog.get_logger(__name__)
 
 _MAX_NAMED = 4
+NO_CHECKSUMS = Checksums()
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The checksums of one chunk of an attempt, to be verified."""
+    """The checksums of one chunk of an attempt, to be verified; and then the result.
+
+    error: why they could not be verified.
+    """
 
     attempt: PrefillAttempt
     chunk: ChunkNumber
     checksums: Checksums
-
-
-@dataclass(frozen=True)
-class Verified:
-    """The result of a verification. error: why it could not be carried out."""
-
-    attempt_id: AttemptId
-    chunk: ChunkNumber
-    num_checksums: int
     mismatches: tuple[Mismatch, ...] = ()
     error: str | None = None
 
     @property
-    def reason(self) -> str | None:
+    def failure_reason(self) -> str | None:
         """Why the bytes must not be used, or None if they are what was sent."""
         if self.error is not None:
             return f"checksums could not be verified: {self.error}"
         if self.mismatches:
-            return f"{len(self.mismatches)} of {self.num_checksums} checksums do not match"
+            return f"{len(self.mismatches)} of {len(self.checksums)} checksums do not match"
         return None
 
     def examples(self) -> list[str]:
@@ -53,40 +47,37 @@ class Verified:
 
 @dataclass(frozen=True, eq=False)
 class Digesting:
-    """Slots of which the digests are wanted. slots: int64 [n], of the positions from `start` on."""
+    """Slots of which the digests are wanted; and then those, or why they could not be computed.
 
-    attempt_id: AttemptId
+    slots: int64 [n], of the positions from `start` on.
+    """
+
+    attempt: PrefillAttempt
     start: int
     slots: Int64s
-
-
-@dataclass(frozen=True)
-class Digested:
-    """Digests of all that was asked for. error: why they could not be computed."""
-
-    attempt_id: AttemptId
-    checksums: Checksums
+    digests: Checksums = NO_CHECKSUMS
     error: str | None = None
 
 
+Task = Verification | Digesting
+
+
 class Verifier:
-    """One thread with a bounded queue. `report` is called on that thread, once for each task that was accepted.
+    """One thread with a bounded queue. `report` gets each task that was accepted back, with its result, on that thread.
 
     The slots of an attempt may be given up and reused while they are hashed. They are only read, and nobody uses the
     result of an attempt that was given up.
     """
 
-    def __init__(
-        self, buffers: BufferInfo, report: Callable[[Verified | Digested], None], max_waiting: int = 1024
-    ) -> None:
+    def __init__(self, buffers: BufferInfo, report: Callable[[Task], None], max_waiting: int = 1024) -> None:
         self._buffers = buffers
         self._report = report
-        self._waiting: queue.Queue[Verification | Digesting | None] = queue.Queue(max_waiting)
+        self._waiting: queue.Queue[Task | None] = queue.Queue(max_waiting)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="verify", daemon=True)
         self._thread.start()
 
-    def submit(self, task: Verification | Digesting) -> bool:
+    def submit(self, task: Task) -> bool:
         """Queue a task. False, and nothing is queued, if too many are waiting."""
         try:
             self._waiting.put_nowait(task)
@@ -108,24 +99,20 @@ class Verifier:
             if not self._closing.is_set():
                 self._report(result)
 
-    def _digest(self, task: Digesting) -> Digested:
-        found: list[Checksum] = []
-        error = None
+    def _digest(self, task: Digesting) -> Digesting:
         try:
-            found += digests(self._buffers, task.slots, task.start, go_on=lambda: not self._closing.is_set())
+            found = list(digests(self._buffers, task.slots, task.start, go_on=lambda: not self._closing.is_set()))
         except Exception as failure:
             # The node that asked computes instead; the thread goes on.
-            log.exception("digests failed", **task.attempt_id.log_fields)
-            error = str(failure)
-        return Digested(task.attempt_id, Checksums.of(found), error)
+            log.exception("digests failed", **task.attempt.id.log_fields)
+            return replace(task, error=str(failure))
+        return replace(task, digests=Checksums.of(found))
 
-    def _verify(self, verification: Verification) -> Verified:
-        attempt, chunk, checksums = verification.attempt, verification.chunk, verification.checksums
-        mismatches: list[Mismatch] = []
-        error = None
+    def _verify(self, task: Verification) -> Verification:
+        attempt = task.attempt
         try:
             mismatches = verify(
-                checksums.rows(),
+                task.checksums.rows(),
                 self._buffers,
                 attempt.positions,
                 attempt.num_tokens,
@@ -134,8 +121,8 @@ class Verifier:
         except Exception as failure:
             # Only this attempt fails, and is repeated elsewhere; the thread goes on.
             log.exception("verification failed", **attempt.id.log_fields)
-            error = str(failure)
-        return Verified(attempt.id, chunk, len(checksums), tuple(mismatches), error)
+            return replace(task, error=str(failure))
+        return replace(task, mismatches=tuple(mismatches))
 
 
 def _describe(mismatch: Mismatch) -> str:

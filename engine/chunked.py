@@ -1,7 +1,7 @@
 """Chunked prefill: prompts computed in chunks, several requests in one forward pass."""
 
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -23,8 +23,7 @@ class PrefillJob:
     token_ids: int64, in host memory. salt: jobs with different ones share no cached KV. prompt_logprobs: log
     probabilities of the tokens are asked for, with so many alternatives each; then every token is computed, whatever is
     cached, and last_token is the prompt's last token. computed: how many tokens have KV in the pool. cached: how many
-    of these had it when the job came to them. is_held: it is in no step, since KV is brought to its pages (`brought`).
-    lease, pages, cache: set from the job's start until it is released.
+    of these had it when the job came to them. lease, pages, cache: set from the job's start until it is released.
     """
 
     token_ids: torch.Tensor
@@ -33,10 +32,14 @@ class PrefillJob:
     last_token: int | None = field(default=None, kw_only=True)
     computed: int = field(default=0, init=False)
     cached: int = field(default=0, init=False)
-    is_held: bool = field(default=False, init=False)
     lease: PageLease | None = field(default=None, init=False, repr=False)
     pages: Int64s | None = field(default=None, init=False, repr=False)
     cache: PagedSequence | None = field(default=None, init=False, repr=False)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it is in no step for now, since other KV comes to its pages (`ChunkedPrefill.mark_cached`)."""
+        return False
 
     @property
     def reuse(self) -> bool:
@@ -51,24 +54,25 @@ class PrefillJob:
     def remaining(self) -> int:
         return self.num_tokens - self.computed
 
-    def tokens_behind(self, chunk: PrefillChunk) -> torch.Tensor:
-        """The tokens of positions [chunk.start + 1, chunk.stop + 1), which a chunk says the probabilities of."""
-        behind = self.token_ids[chunk.start + 1 : chunk.stop + 1]
-        if chunk.stop < self.num_tokens:
-            return behind
-        assert self.last_token is not None, "a prompt with log probabilities names its last token"
-        return torch.cat((behind, torch.tensor([self.last_token])))
+    def wanted_logprobs(self, chunk: PrefillChunk) -> "WantedLogprobs | None":
+        """What a job that asks for log probabilities asks of a chunk: they are those of the tokens after its own."""
+        if self.prompt_logprobs is None:
+            return None
+        next_ids = self.token_ids[chunk.start + 1 : chunk.stop + 1]
+        if chunk.stop == self.num_tokens:
+            assert self.last_token is not None, "a prompt with log probabilities names its last token"
+            next_ids = torch.cat((next_ids, torch.tensor([self.last_token])))
+        return WantedLogprobs(next_ids, self.prompt_logprobs)
 
 
 JobT = TypeVar("JobT", bound=PrefillJob)
 
 
-class CachedRange(NamedTuple, Generic[JobT]):
-    """Positions [start, stop) of a started job, which had KV in the pool."""
+class WantedLogprobs(NamedTuple):
+    """next_ids: int64, the token after each of a chunk. alternatives: how many are asked for in addition to each."""
 
-    job: JobT
-    start: int
-    stop: int
+    next_ids: torch.Tensor
+    alternatives: int
 
 
 @dataclass(frozen=True)
@@ -85,13 +89,13 @@ class ChunkedPrefill(Generic[JobT]):
     `release`. A step is planned, computed and completed. One thread owns the jobs; only `compute` may run on another,
     as long as no job of the step is released before it ends.
 
-    With a cache, a job begins behind the longest prefix of its tokens that has KV: at its start, and once more before
+    With a cache, a job begins after the longest prefix of its tokens that has KV: at its start, and once more before
     its first chunk, since jobs before it may have computed the same tokens meanwhile. A job of which nothing is left
     is in no step. What a step has computed is cached when it is completed, so a step of which the forward pass has not
     ended, or has failed, is not to be completed.
 
-    KV that others bring (`brought`) may come while a step computes behind it: that sets `computed` before, waits in
-    `on_layer` for each layer, and leaves the job out of what it completes if it did not come.
+    Other KV (`mark_cached`) may come while a step computes what comes after it: its owner sets `computed` before, has
+    the step wait for each layer, and leaves the job out of what it completes if that KV did not come.
     """
 
     def __init__(self, model: SparseModel, pool: PagedKVPool, chunk_size: int, cache: PageCache | None = None) -> None:
@@ -102,8 +106,6 @@ class ChunkedPrefill(Generic[JobT]):
         self.pages = cache or PageCache(pool)
         self._waiting: deque[JobT] = deque()
         self._running: deque[JobT] = deque()
-        self._found: list[CachedRange[JobT]] = []
-        self._started: list[JobT] = []
 
     @property
     def queued_tokens(self) -> int:
@@ -121,11 +123,10 @@ class ChunkedPrefill(Generic[JobT]):
         self._waiting.append(job)
 
     def forget(self, job: JobT) -> None:
-        """Compute no more of the job, and say nothing more of it; its pages stay until `release`."""
-        for queue in (self._waiting, self._running, self._started):
+        """Compute no more of the job; its pages stay until `release`."""
+        for queue in (self._waiting, self._running):
             if job in queue:
                 queue.remove(job)
-        self._found = [found for found in self._found if found.job is not job]
 
     def release(self, job: JobT) -> None:
         """Give the job's pages back, finished or not."""
@@ -134,25 +135,22 @@ class ChunkedPrefill(Generic[JobT]):
             self.pages.give_back(job.lease)
             job.lease = job.pages = job.cache = None
 
-    def start_waiting(self) -> None:
-        """Start waiting jobs, in their order, while there are pages. `plan` does so, too."""
+    def start_waiting(self) -> list[JobT]:
+        """Start waiting jobs, in their order, while there are pages. Returns those of which something is left."""
+        started = []
         while self._waiting:
             job = self._waiting[0]
             job.lease = self.pages.lend(_ids(job), job.salt, job.reuse)
             if job.lease is None:
-                return
+                break
             self._waiting.popleft()
             self._use_cached(job, job.lease)
             if job.remaining:
                 self._running.append(job)
-                self._started.append(job)
-
-    def take_started(self) -> list[JobT]:
-        """Jobs that were started since the last call, and of which something is left, with their pages."""
-        started, self._started = self._started, []
+                started.append(job)
         return started
 
-    def brought(self, job: JobT, stop: int) -> None:
+    def mark_cached(self, job: JobT, stop: int) -> None:
         """The first `stop` tokens of a job have KV now, as if they had been computed; they are cached.
 
         Nothing of the job was computed yet, or what is computed of it now begins there.
@@ -161,42 +159,23 @@ class ChunkedPrefill(Generic[JobT]):
         job.computed = stop
         self.pages.insert(job.lease, stop)
 
-    def look_again(self, job: JobT) -> None:
+    def rematch_prefix(self, job: JobT) -> None:
         """Use what was cached since a job started of which nothing was computed."""
-        self._look_again(job)
-
-    def take_found(self) -> list[CachedRange[JobT]]:
-        """What was found in the cache since the last call, for jobs of which it was not said before."""
-        found, self._found = self._found, []
-        return found
+        assert job.lease is not None
+        if job.reuse and job.computed == job.cached and self.pages.extend(job.lease):
+            self._use_cached(job, job.lease)
 
     def plan(self) -> PrefillStep[JobT] | None:
-        """The next step, or None if no job can go on. Complete it, or release its jobs, before planning another."""
-        self.start_waiting()
+        """The next step of started jobs, or None if none can go on. Complete it, or release its jobs, before planning
+        another."""
         chunks = self._take_chunks()
         return PrefillStep(chunks) if chunks else None
 
-    @torch.inference_mode()
-    def compute(
-        self, step: PrefillStep[JobT], on_layer: Callable[[int], None] = lambda _: None
-    ) -> dict[JobT, QueuedLogprobs]:
-        """Queue the step's forward pass. `on_layer` is called when the kernels that write a layer's KV are queued, and
-        before any that read that layer's KV of earlier positions: it may wait for those.
-
-        Returns the log probabilities of the tokens behind the chunks of those jobs that ask for them.
-        """
-        chunks = [chunk for _, chunk in step.chunks]
-        if all(job.prompt_logprobs is None for job, _ in step.chunks):
-            self._model.prefill(chunks, on_layer)
-            return {}
-        lengths = [len(chunk.token_ids) for chunk in chunks]
-        hidden = torch.split(self._model.prefill_hidden(chunks, on_layer), lengths)
-        queued = {}
-        for (job, chunk), states in zip(step.chunks, hidden, strict=True):
-            if job.prompt_logprobs is not None:
-                found = self._model.logprobs(states, job.tokens_behind(chunk), job.prompt_logprobs)
-                queued[job] = QueuedLogprobs.of(chunk.start + 1, found)
-        return queued
+    def compute(self, step: PrefillStep[JobT]) -> dict[JobT, QueuedLogprobs]:
+        """Queue the step's forward pass. Returns the log probabilities that its jobs ask for."""
+        wanted = [job.wanted_logprobs(chunk) for job, chunk in step.chunks]
+        queued = compute_chunks(self._model, [chunk for _, chunk in step.chunks], wanted)
+        return {step.chunks[number][0]: found for number, found in queued.items()}
 
     def complete(self, step: PrefillStep[JobT], without: Set[JobT] = frozenset()) -> None:
         """Count a step's tokens as computed, and cache them, but for those of these jobs."""
@@ -210,17 +189,9 @@ class ChunkedPrefill(Generic[JobT]):
                 self._running.remove(job)
 
     def _use_cached(self, job: JobT, lease: PageLease) -> None:
-        """The job goes on behind the prefix that its lease has found."""
-        if lease.cached > job.computed:
-            self._found.append(CachedRange(job, job.computed, lease.cached))
+        """The job goes on after the prefix that its lease has found."""
         job.computed = job.cached = lease.cached
         job.pages, job.cache = lease.pages, PagedSequence(self.pool, lease.pages)
-
-    def _look_again(self, job: JobT) -> None:
-        """Before a job's first chunk: use what was cached since it started."""
-        assert job.lease is not None
-        if job.reuse and job.computed == job.cached and self.pages.extend(job.lease):
-            self._use_cached(job, job.lease)
 
     def _take_chunks(self) -> list[tuple[JobT, PrefillChunk]]:
         budget = self.chunk_size
@@ -228,9 +199,9 @@ class ChunkedPrefill(Generic[JobT]):
         for job in list(self._running):
             if budget == 0:
                 break
-            if job.is_held:
+            if job.is_paused:
                 continue
-            self._look_again(job)
+            self.rematch_prefix(job)
             if not job.remaining:
                 self._running.remove(job)
                 continue
@@ -240,6 +211,29 @@ class ChunkedPrefill(Generic[JobT]):
             ids = job.token_ids[job.computed : job.computed + length]
             taken.append((job, PrefillChunk(ids, job.computed, job.num_tokens + 1, job.cache)))
         return taken
+
+
+@torch.inference_mode()
+def compute_chunks(
+    model: SparseModel,
+    chunks: Sequence[PrefillChunk],
+    wanted: Sequence[WantedLogprobs | None],
+    on_layer: Callable[[int], None] = lambda _: None,
+) -> dict[int, QueuedLogprobs]:
+    """Queue a forward pass. Returns the log probabilities that are wanted, by the number of the chunk.
+
+    on_layer: called when the kernels that write a layer's KV are queued, and before any that read that layer's KV of
+    earlier positions: it may wait for those.
+    """
+    if not any(wanted):
+        model.prefill(chunks, on_layer)
+        return {}
+    hidden = torch.split(model.prefill_hidden(chunks, on_layer), [len(chunk.token_ids) for chunk in chunks])
+    return {
+        number: QueuedLogprobs.of(chunk.start + 1, model.logprobs(states, *asked))
+        for number, (chunk, states, asked) in enumerate(zip(chunks, hidden, wanted, strict=True))
+        if asked is not None
+    }
 
 
 def _ids(job: PrefillJob) -> PromptIds:

@@ -11,6 +11,7 @@ from base.block_hashes import BLOCK_TOKENS, BlockHasher
 from base.errors import StartupError
 from base.logs import configure_logging
 from base.metrics import Metrics
+from base.phase import Phase
 from control.keys import cache_seed, load_keys
 from control.messages import (
     Accepted,
@@ -40,7 +41,7 @@ from gateway.tokenizer import CheckpointTokenizer
 from service.config import check_clients, check_processes
 from service.connection import ConnectionLimits
 from service.http_server import HttpServer
-from service.lifecycle import STOP_SIGNALS, Lifecycle, Phase, raise_file_limit
+from service.lifecycle import STOP_SIGNALS, Lifecycle, raise_file_limit
 from service.status import bind_http, status_router
 from service.tls import server_tls
 
@@ -184,7 +185,7 @@ class Gateway:
     def signalled(self, number: int) -> None:
         """Handle a stop signal. Call it on the loop that serves."""
         self.lifecycle.signalled(number)
-        log.info("stopping", signal=signal.Signals(number).name, phase=self.lifecycle.phase.value)
+        log.info("stopping", signal=signal.Signals(number).name, phase=self.lifecycle.phase.name.lower())
         self._stopping.set()
 
     async def _drained(self) -> None:

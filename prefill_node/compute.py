@@ -2,151 +2,75 @@
 
 import queue
 import threading
-from collections.abc import Callable, Set
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import structlog
 import torch
 
-from control.prompt_logprobs import PromptLogprobs
-from engine.chunked import ChunkedPrefill, PrefillStep
 from engine.device import DeviceFailed, check_device
-from engine.prompt_logprobs import QueuedLogprobs
-from prefill_node.arrival import AwaitedPrefixes, NothingLeft
-from prefill_node.job import TransferJob
-from prefill_node.progress import ForwardProgress
+from prefill_node.orders import StepEnded
+from ranks.group import Ranks
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Computed:
-    """A step has ended, or failed with an error. device_failed: the device does not work any more.
+class Task:
+    """A step of the group. what: it is called in errors. run: queues it on the device, and finds what is to be reported
+    when it has ended, but for waiting. on_failure: called after the failure was reported."""
 
-    prompt_logprobs: those of the jobs that ask for them, of the step's chunks. void: jobs whose chunks are worth
-    nothing, since the prefix before them did not come.
-    """
-
-    step: PrefillStep[TransferJob]
-    error: str | None = None
-    device_failed: DeviceFailed | None = None
-    prompt_logprobs: dict[TransferJob, PromptLogprobs] = field(default_factory=dict)
-    void: Set[TransferJob] = frozenset()
-
-
-class StepCompute(Protocol):
-    """Computes one step at a time, on other threads."""
-
-    def start(self, step: PrefillStep[TransferJob]) -> ForwardProgress:
-        """Compute a step. The progress says which layers may be sent."""
-        ...
-
-    def between_steps(self, work: Callable[[], None], on_end: Callable[[str | None], None]) -> None:
-        """Call `work` on the thread that computes, behind what was started before. on_end: called there with an error,
-        or None, when all that `work` has queued on the device has ended."""
-        ...
-
-    def stop(self, timeout: float) -> bool:
-        """End once the step that is under way has ended. Whether it has in time."""
-        ...
-
-
-@dataclass(frozen=True)
-class _Started:
-    step: PrefillStep[TransferJob]
-    progress: ForwardProgress
-    awaited: AwaitedPrefixes[TransferJob]
-
-
-@dataclass(frozen=True)
-class _Between:
-    work: Callable[[], None]
-    on_end: Callable[[str | None], None]
+    number: int
+    what: str
+    run: Callable[[], Callable[[], StepEnded]]
+    on_failure: Callable[[], None] = lambda: None
 
 
 class ComputeThread:
-    """Computes one step at a time. `report` is called on this thread when a step has ended."""
+    """Does one task at a time. `report` is called on this thread when one has ended."""
 
-    def __init__(
-        self, prefill: ChunkedPrefill[TransferJob], device: torch.device, report: Callable[[Computed], None]
-    ) -> None:
-        self._prefill = prefill
+    def __init__(self, device: torch.device, ranks: Ranks, report: Callable[[StepEnded], None]) -> None:
+        self.tasks_ended = 0
         self._device = device
+        self._ranks = ranks
         self._report = report
-        self._steps: queue.SimpleQueue[_Started | _Between | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
         self._thread.start()
 
-    def start(self, step: PrefillStep[TransferJob]) -> ForwardProgress:
-        """Compute a step. The progress says which layers may be sent."""
-        arriving = {job: job.arriving for job, _ in step.chunks if job.arriving is not None}
-        patience = max((prefix.patience for prefix in arriving.values()), default=0.0)
-        awaited = AwaitedPrefixes({job: prefix.arrival for job, prefix in arriving.items()}, len(step.chunks), patience)
-        started = _Started(step, ForwardProgress(self._device), awaited)
-        self._steps.put(started)
-        return started.progress
-
-    def between_steps(self, work: Callable[[], None], on_end: Callable[[str | None], None]) -> None:
-        """See StepCompute."""
-        self._steps.put(_Between(work, on_end))
+    def start(self, task: Task) -> None:
+        """Do a task after those before it."""
+        self._tasks.put(task)
 
     def stop(self, timeout: float) -> bool:
-        """End once the step that is under way has ended. Whether it has in time."""
-        self._steps.put(None)
+        """End once the task that is under way has ended. Whether it has in time."""
+        self._tasks.put(None)
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def _work(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        while (started := self._steps.get()) is not None:
-            if isinstance(started, _Between):
-                self._do_between(started)
-            else:
-                self._compute(started)
+        while (task := self._tasks.get()) is not None:
+            self._ranks.begin_step()
+            ended = self._done(task)
+            self._ranks.end_step()
+            self.tasks_ended += 1
+            self._report(ended)
+            # Reported before its chunks fail, so that the node names the cause.
+            if ended.error is not None:
+                task.on_failure()
 
-    def _compute(self, started: "_Started") -> None:
-        step, progress, awaited = started.step, started.progress, started.awaited
+    def _done(self, task: Task) -> StepEnded:
         try:
-            queued = self._queue(started)
-            self._synchronize()
-            logprobs = {job: found.wait() for job, found in queued.items()}
+            found = task.run()
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+            return found()
         except Exception as error:
             # A batch that cannot be computed (out of memory, say) costs only its requests.
-            log.exception("prefill step failed")
-            # Reported before its chunks fail, so that the node names the cause.
-            self._report(Computed(step, f"prefill failed: {error}", self._device_failure()))
-            progress.fail()
-        else:
-            self._report(Computed(step, prompt_logprobs=logprobs, void=awaited.void))
-
-    def _do_between(self, between: _Between) -> None:
-        failed = None
-        try:
-            between.work()
-            self._synchronize()
-        except Exception as error:
-            log.exception("what was to be done between steps failed")
-            failed = str(error)
-        between.on_end(failed)
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-
-    def _queue(self, started: "_Started") -> dict[TransferJob, QueuedLogprobs]:
-        """Queue a step. The host waits for fetched layers before it queues what reads them."""
-
-        def on_layer(layer: int) -> None:
-            started.progress.layer_done(layer)
-            started.awaited.wait(layer)
-
-        try:
-            return self._prefill.compute(started.step, on_layer)
-        except NothingLeft:
-            started.progress.fail()
-            return {}
+            log.exception("step failed", what=task.what)
+            return StepEnded(task.number, f"{task.what} failed: {error}", self._device_failure())
 
     def _device_failure(self) -> DeviceFailed | None:
         try:

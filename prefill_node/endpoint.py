@@ -1,12 +1,14 @@
 """The prefill node on the control plane: takes requests from decode nodes and reports on them.
 
-The protocol is in docs/protocol.md. The endpoint sends and repeats messages; the engine computes and writes KV.
+The protocol is in docs/protocol.md. The endpoint sends and repeats messages; the planner has them computed and written.
 """
 
 import time
+from collections.abc import Hashable, Iterable
 
 import structlog
 
+from base.phase import Phase
 from control.messages import (
     Abort,
     Admitted,
@@ -30,14 +32,13 @@ from control.messages import (
     Registered,
 )
 from engine.device import DeviceFailed
+from prefill_node.attempt import HeldAttempt, Update
 from prefill_node.decode_nodes import DecodeNodes
-from prefill_node.engine import PrefillEngine, PrefillUpdate
 from prefill_node.finished import FinishedAttempts
-from ranks.agreement import GroupFailed
-from ranks.group import RankGroup
-from service.lifecycle import Phase
+from prefill_node.planner import PrefillPlanner
+from ranks.barrier import GroupFailed
+from ranks.group import Ranks
 from service.shell import NodeShell
-from service.standing import stand_with_group
 
 log = structlog.get_logger(__name__)
 
@@ -52,20 +53,15 @@ _LAST_WORDS_S = 0.5
 
 
 class PrefillEndpoint:
-    """Remembers who asked for which attempt, what is not acknowledged yet, and which attempts are finished."""
+    """Speaks to decode nodes of the attempts that the planner holds, and of those that are finished."""
 
-    def __init__(
-        self, shell: NodeShell[tuple[Peer, Message]], engine: PrefillEngine, ranks: RankGroup | None = None
-    ) -> None:
-        """ranks: the group that this node is, if it has several processes. This one is the endpoint of all."""
+    def __init__(self, shell: NodeShell[tuple[Peer, Message]], planner: PrefillPlanner, ranks: Ranks) -> None:
+        """ranks: the processes that this node is. This one is the endpoint of all."""
         self._shell = shell
         self._ranks = ranks
         self._control = shell.control
-        self._engine = engine
-        self._asked_by: dict[AttemptId, Peer] = {}
-        """The decode node of every attempt that the engine holds."""
-        self._unacknowledged: dict[AttemptId, set[int]] = {}
-        """Numbers of chunks whose ChunkDone was sent and not acknowledged yet."""
+        self._planner = planner
+        self._held = planner.held
         self._finished = FinishedAttempts()
         self._decode_nodes = DecodeNodes(shell.control)
         self._housekeeping_at = 0.0
@@ -79,18 +75,11 @@ class PrefillEndpoint:
         try:
             self._serve()
         except GroupFailed as failure:
-            if self._ranks is not None:
-                self._ranks.report(str(failure))
-            self._shell.lifecycle.end()
-            self._shell.leave()
-            self._hand_back(list(self._asked_by), str(failure))
-            self._turn_until(time.monotonic() + _LAST_WORDS_S)
+            self._ranks.report(str(failure))
+            self._give_up(failure, _LAST_WORDS_S)
             raise
         except DeviceFailed as failure:
-            self._shell.lifecycle.end()
-            self._shell.leave()
-            self._hand_back(list(self._asked_by), str(failure))
-            self._turn_until(time.monotonic() + _END_S)
+            self._give_up(failure, _END_S)
             raise
 
     def _serve(self) -> None:
@@ -100,25 +89,31 @@ class PrefillEndpoint:
         self._shell.leave()
         farewell_until = time.monotonic() + _FAREWELL_S
         if lifecycle.phase is Phase.DRAINING:
-            not_begun = [attempt for attempt in self._asked_by if not self._engine.has_begun(attempt)]
+            not_begun = [attempt for attempt in self._held.values() if not attempt.has_begun]
             self._hand_back(not_begun, "the prefill node is draining")
-        while lifecycle.phase is Phase.DRAINING and (self._asked_by or time.monotonic() < farewell_until):
+        while lifecycle.phase is Phase.DRAINING and (self._held or time.monotonic() < farewell_until):
             self._turn()
-        self._hand_back(list(self._asked_by), "the prefill node is stopping")
+        self._hand_back(self._held.values(), "the prefill node is stopping")
         self._turn_until(time.monotonic() + _END_S)
         while time.monotonic() < farewell_until:
             self._turn()
 
+    def _give_up(self, failure: Exception, seconds: float) -> None:
+        self._shell.lifecycle.end()
+        self._shell.leave()
+        self._hand_back(self._held.values(), str(failure))
+        self._turn_until(time.monotonic() + seconds)
+
     def _turn_until(self, deadline: float) -> None:
-        """Go on until the engine holds nothing, or until that time."""
-        while self._asked_by and time.monotonic() < deadline:
+        """Go on until nothing is held, or until that time."""
+        while self._held and time.monotonic() < deadline:
             self._turn()
 
     def _turn(self) -> None:
         for item in self._shell.receive(_IDLE_WAIT_S):
             self._take(*item)
-        if self._ranks is not None:
-            stand_with_group(self._shell.lifecycle, self._ranks)
+        lifecycle = self._shell.lifecycle
+        lifecycle.follow(self._ranks.sync_phase(lifecycle.phase))
         self._housekeep(time.monotonic())
         self._send_updates()
 
@@ -133,17 +128,17 @@ class PrefillEndpoint:
             case PrefillRequest():
                 self._on_request(sender, message)
             case ChunkTaken():
-                self._unacknowledged.get(message.attempt, set()).discard(message.number)
-                self._control.answered(("chunk", message.attempt, message.number))
+                self._answered(message.attempt, ("chunk", message.number))
             case Admitted():
-                self._control.answered(("done", message.attempt))
-                if self._engine.release(message.attempt):
-                    self._finish(message.attempt)
+                self._answered(message.attempt, "done")
+                attempt = self._held.get(message.attempt)
+                if attempt is not None and self._planner.release(attempt):
+                    self._finish(attempt)
             case Abort():
                 self._on_abort(sender, message.attempt)
             case FetchGrant() | FetchRefused():
-                self._control.answered(("fetch", message.attempt))
-                self._engine.fetch_answered(message)
+                self._answered(message.attempt, "fetch")
+                self._planner.fetch_answered(message)
             case Holding():
                 self._on_holding(sender, message)
             case Registered() | Refused() | HeartbeatAck():
@@ -157,16 +152,15 @@ class PrefillEndpoint:
             self._control.send(decode, self._finished.quiesced(attempt))
             return
         self._control.send(decode, PrefillAccepted(attempt=attempt))
-        if attempt in self._asked_by:
+        if attempt in self._held:
             return
         if not self._shell.lifecycle.serving:
             self._refuse(decode, attempt, "the prefill node is draining")
-        elif refusal := self._engine.refusal(decode, request):
-            self._refuse(decode, attempt, refusal)
+        elif reason := self._planner.rejection_reason(decode, request):
+            self._refuse(decode, attempt, reason)
         else:
-            self._asked_by[attempt] = decode
-            self._decode_nodes.watch(self._asked_by.values())
-            self._engine.start(decode, request)
+            self._planner.start(decode, request)
+            self._decode_nodes.watch(attempt.decode for attempt in self._held.values())
             log.info("queued", tokens=len(request.token_ids), **attempt.log_fields)
 
     def _refuse(self, decode: Peer, attempt: AttemptId, reason: str) -> None:
@@ -176,9 +170,9 @@ class PrefillEndpoint:
         self._finished.add(attempt)
 
     def _on_abort(self, sender: Peer, attempt: AttemptId) -> None:
-        if attempt in self._asked_by:
-            self._control.answered(("failed", attempt))
-            self._engine.stop(attempt)
+        if (held := self._held.get(attempt)) is not None:
+            self._answered(attempt, "failed")
+            self._planner.stop(held)
         else:
             self._finished.add(attempt)
             self._control.send(sender, self._finished.quiesced(attempt))
@@ -186,64 +180,60 @@ class PrefillEndpoint:
     def _on_holding(self, sender: Peer, message: Holding) -> None:
         """Report the progress of the sender's attempts, and which of them are not here."""
         own = tuple(attempt for attempt in message.attempts if attempt.decode == sender.boot_id)
-        self._control.send(sender, self._engine.progress(own))
-        unknown = [attempt for attempt in own if attempt not in self._asked_by]
-        for answer in self._finished.not_held(unknown):
+        self._control.send(sender, self._planner.progress(own))
+        for answer in self._finished.not_held([attempt for attempt in own if attempt not in self._held]):
             self._control.send(sender, answer)
 
-    # --- updates of the engine ---
+    # --- updates of the planner ---
 
     def _send_updates(self) -> None:
-        for update in self._engine.poll():
-            self._send_update(update)
+        for update in self._planner.poll():
+            self._send_update(self._held[update.attempt], update)
 
-    def _send_update(self, update: PrefillUpdate) -> None:
-        attempt = update.attempt
-        decode = self._asked_by[attempt]
+    def _send_update(self, attempt: HeldAttempt, update: Update) -> None:
+        if isinstance(update, PrefillFailed):
+            update = update.model_copy(update={"leaving": not self._shell.lifecycle.serving})
         match update:
             case FetchRequest():
-                self._control.repeat(("fetch", attempt), decode, update)
-            case FetchDone():
-                self._control.answered(("fetch", attempt))
-                self._control.send(decode, update)
+                self._repeat(attempt, "fetch", update)
             case ChunkDone():
-                self._unacknowledged.setdefault(attempt, set()).add(update.number)
-                self._control.repeat(("chunk", attempt, update.number), decode, update)
+                self._repeat(attempt, ("chunk", update.number), update)
             case PrefillDone():
-                if update.lingering:
-                    self._finished.note_lingering(attempt)
-                self._control.repeat(("done", attempt), decode, update)
-            case PrefillFailed():
-                failed = update.model_copy(update={"leaving": not self._shell.lifecycle.serving})
-                if update.in_flight:
-                    self._control.repeat(("failed", attempt), decode, failed)
-                else:
-                    self._stopped(attempt, update.reason, update.lingering)
-                    self._control.send(decode, failed)
-            case Quiesced():
-                self._stopped(attempt, "aborted", update.lingering)
-                self._control.send(decode, self._finished.quiesced(attempt))
+                self._repeat(attempt, "done", update)
+            case PrefillFailed(in_flight=True):
+                self._repeat(attempt, "failed", update)
+            case FetchDone():
+                self._answered(attempt.id, "fetch")
+                self._control.send(attempt.decode, update)
+            case PrefillFailed() | Quiesced():
+                log.info(
+                    "stopped", reason=attempt.failure or "aborted", lingering=attempt.lingering, **attempt.id.log_fields
+                )
+                self._finish(attempt)
+                self._control.send(attempt.decode, update)
 
-    def _stopped(self, attempt: AttemptId, reason: str, lingering: bool) -> None:
-        self._finish(attempt, lingering)
-        log.info("stopped", reason=reason, lingering=lingering, **attempt.log_fields)
+    def _repeat(self, attempt: HeldAttempt, what: Hashable, message: Message) -> None:
+        attempt.repeated.add(what)
+        self._control.repeat((what, attempt.id), attempt.decode, message)
 
-    def _finish(self, attempt: AttemptId, lingering: bool = False) -> None:
-        """The engine no longer holds the attempt: repeat nothing of it any more."""
-        del self._asked_by[attempt]
-        self._control.answered(("done", attempt))
-        self._control.answered(("failed", attempt))
-        self._control.answered(("fetch", attempt))
-        for number in self._unacknowledged.pop(attempt, ()):
-            self._control.answered(("chunk", attempt, number))
-        self._finished.add(attempt, lingering)
+    def _answered(self, attempt: AttemptId, what: Hashable) -> None:
+        if (held := self._held.get(attempt)) is not None:
+            held.repeated.discard(what)
+            self._control.answered((what, attempt))
+
+    def _finish(self, attempt: HeldAttempt) -> None:
+        """An attempt has ended: repeat nothing of it any more."""
+        for what in attempt.repeated:
+            self._control.answered((what, attempt.id))
+        self._planner.forget(attempt)
+        self._finished.add(attempt.id, attempt.lingering)
 
     # --- housekeeping ---
 
-    def _hand_back(self, attempts: list[AttemptId], reason: str) -> None:
+    def _hand_back(self, attempts: Iterable[HeldAttempt], reason: str) -> None:
         """Fail these attempts, so that their decode nodes ask another prefill node at once."""
-        for attempt in attempts:
-            self._engine.stop(attempt, reason)
+        for attempt in list(attempts):
+            self._planner.stop(attempt, reason)
         self._send_updates()
 
     def _housekeep(self, now: float) -> None:
@@ -251,8 +241,10 @@ class PrefillEndpoint:
         if now < self._housekeeping_at:
             return
         self._housekeeping_at = now + 1.0
-        for attempt, decode in self._asked_by.items():
-            if self._decode_nodes.is_silent(decode, now) and self._engine.stop(attempt, "the decode node is silent"):
-                log.warning("decode node is silent", decode=decode.address, **attempt.log_fields)
-        self._decode_nodes.watch(self._asked_by.values())
-        self._engine.keep_connected(set(self._asked_by.values()))
+        for attempt in list(self._held.values()):
+            silent = self._decode_nodes.is_silent(attempt.decode, now)
+            if silent and self._planner.stop(attempt, "the decode node is silent"):
+                log.warning("decode node is silent", decode=attempt.decode.address, **attempt.id.log_fields)
+        serving = {attempt.decode for attempt in self._held.values()}
+        self._decode_nodes.watch(serving)
+        self._planner.keep_connected(serving)

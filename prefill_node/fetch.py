@@ -4,61 +4,27 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import structlog
 
-from control.messages import AttemptId, Destination, Peer
 from prefill_node.arrival import PrefixArrival
-from prefill_node.landing import KVSink, Landing
+from prefill_node.landing import KVSink, StagedRead
+from prefill_node.lanes import LaneWork
+from prefill_node.orders import BlockToRead, FetchFailure, TransferReport
 from transfer.checksum import digest
 from transfer.memory import Checksum, Checksums
-from transfer.planner import Int64s, expand_pages
+from transfer.planner import expand_pages
 from transfer.reader import Reader, ReadReport
 
 log = structlog.get_logger(__name__)
 
-FetchFailure = Literal["refused", "read", "checksum", "timeout"]
-"""Why a fetch fails: the decode node does not lend, a read failed, the bytes are not those that the decode node has
-hashed, or it took too long."""
-
 
 @dataclass(frozen=True, eq=False)
-class Fetch:
-    """Positions [start, stop) of an attempt, to be read from a decode node's `slots`, int64 [stop - start].
+class Fetch(LaneWork):
+    """A block of a prefix that is read. arrival: hears which layers are here, but not of the end."""
 
-    pages: of the whole request. checksums: of all these positions in all buffers. go_on: asked again and again; False
-    once it is not wanted any more. arrival: hears which layers are here, but not of the end.
-    """
-
-    attempt: AttemptId
-    decode: Peer
-    destination: Destination
-    start: int
-    stop: int
-    pages: Int64s
-    slots: Int64s
-    checksums: Checksums
-    go_on: Callable[[], bool]
+    block: BlockToRead
     arrival: PrefixArrival
-
-
-@dataclass(frozen=True)
-class FetchReport:
-    """A fetch has ended, and lands nothing any more. All of it is in the pages, and verified, without `error`.
-
-    seconds: of reading and verifying. in_flight: of some reads nobody knows whether they have ended, so the pages must
-    be left alone for as long as this process runs. waited: seconds in which all was read, and ranks could not exchange
-    it since a step was under way. Computing would have waited, too.
-    """
-
-    fetch: Fetch
-    num_bytes: int = 0
-    seconds: float = 0.0
-    error: str | None = None
-    failure: FetchFailure | None = None
-    in_flight: bool = False
-    waited: float = 0.0
 
 
 class WrongGrant(Exception):
@@ -117,101 +83,98 @@ class RunningFetch:
     it."""
 
     def __init__(self, fetch: Fetch, reader: Reader, sink: KVSink, page_size: int) -> None:
-        self._fetch = fetch
+        self._read = fetch.block
+        self._arrival = fetch.arrival
         self._reader = reader
         self._sink = sink
         self._page_size = page_size
-        self._num_bytes = 0
+        self._report = TransferReport(fetch.block.work)
         self._missing: Counter[int] = Counter()
         """By layer, pieces that are not verified yet."""
         self._layers = 0
         """Layers that are here."""
-        self._error: str | None = None
-        self._failure: FetchFailure | None = None
-        self._in_flight = False
 
-    def run(self, may_post: Callable[[], bool]) -> FetchReport:
+    def run(self, may_post: Callable[[], bool]) -> TransferReport:
         """Return when nothing of it lands any more. Never raises: errors are reported.
 
         may_post: asked before each read; it may wait.
         """
-        started = time.monotonic()
+        self._report.posted_at = time.monotonic()
         try:
             found = self._pieces()
             self._missing.update(self._layer_of(piece) for piece in found)
-            self._fetch.arrival.begin()
+            self._arrival.begin()
             for piece in found:
-                if self._error is not None:
+                if self._report.error is not None:
                     break
                 self._post(piece, may_post)
         except WrongGrant as error:
             self._fail(str(error), "checksum")
         except Exception as error:
             # A bug costs the fetch: its prompt is computed.
-            log.exception("fetching failed", **self._fetch.attempt.log_fields)
+            log.exception("fetching failed", **self._read.attempt.log_fields)
             self._fail(f"fetching failed: {error}", "read")
         try:
             self._reader.drain()
         except Exception as error:
-            log.exception("nobody knows whether a read has ended", **self._fetch.attempt.log_fields)
+            log.exception("nobody knows whether a read has ended", **self._read.attempt.log_fields)
             self._fail(f"fetching failed: {error}", "read")
-            self._in_flight = True
-        seconds = time.monotonic() - started
-        return FetchReport(self._fetch, self._num_bytes, seconds, self._error, self._failure, self._in_flight)
+            self._report.in_flight = True
+        self._report.ended_at = time.monotonic()
+        return self._report
 
     def _pieces(self) -> list[FetchPiece]:
         """All of them, so that nothing is read for a grant that is wrong."""
-        lengths = self._sink.buffers.item_lengths
-        if self._fetch.destination.buffers.item_lengths != lengths:
-            raise WrongGrant(f"items of {self._fetch.destination.buffers.item_lengths} bytes there, {lengths} here")
-        fetch = self._fetch
-        order = fetch.arrival.buffers_in_order
-        return list(pieces(fetch.checksums, fetch.start, fetch.stop, lengths, self._sink.most_bytes, order))
+        read, lengths = self._read, self._sink.buffers.item_lengths
+        if read.destination.buffers.item_lengths != lengths:
+            raise WrongGrant(f"items of {read.destination.buffers.item_lengths} bytes there, {lengths} here")
+        order = self._arrival.buffers_in_order
+        return list(pieces(read.checksums, read.start, read.stop, lengths, self._sink.most_bytes, order))
 
     def _layer_of(self, piece: FetchPiece) -> int:
-        return self._fetch.arrival.layer_of_buffer[piece.buffer]
+        return self._arrival.layer_of_buffer[piece.buffer]
 
     def _post(self, piece: FetchPiece, may_post: Callable[[], bool]) -> None:
-        fetch = self._fetch
-        rows = expand_pages(fetch.pages, self._page_size, piece.start, piece.stop)
-        slots = fetch.slots[piece.start - fetch.start : piece.stop - fetch.start]
-        source = fetch.destination.buffers.ptrs[piece.buffer]
-        landing = self._sink.land(piece.buffer, rows, slots, source, self._reader.pipeline)
+        read = self._read
+        rows = expand_pages(read.pages, self._page_size, piece.start, piece.stop)
+        slots = read.slots[piece.start - read.start : piece.stop - read.start]
+        source = read.destination.buffers.ptrs[piece.buffer]
+        staged = self._sink.stage(piece.buffer, rows, slots, source, self._reader.pipeline)
         self._reader.post(
-            [landing.reads],
-            may_post=lambda: self._error is None and may_post(),
-            on_end=lambda report: self._landed(piece, landing, report),
-            buffer=landing.buffer,
+            [staged.reads],
+            may_post=lambda: self._report.error is None and may_post(),
+            on_end=lambda report: self._landed(piece, staged, report),
+            buffer=staged.buffer,
         )
 
-    def _landed(self, piece: FetchPiece, landing: Landing, report: ReadReport) -> None:
-        self._num_bytes += report.num_bytes
-        self._in_flight |= report.in_flight
+    def _landed(self, piece: FetchPiece, staged: StagedRead, report: ReadReport) -> None:
+        self._report.num_bytes += report.num_bytes
+        self._report.in_flight |= report.in_flight
         if report.error is not None:
             self._fail(report.error, "read")
-        elif self._error is None:
+        elif self._report.error is None:
             try:
-                self._verify(piece, landing)
+                self._verify(piece, staged)
             except Exception as error:
-                log.exception("fetching failed", **self._fetch.attempt.log_fields)
+                log.exception("fetching failed", **self._read.attempt.log_fields)
                 self._fail(f"fetching failed: {error}", "read")
 
-    def _verify(self, piece: FetchPiece, landing: Landing) -> None:
+    def _verify(self, piece: FetchPiece, staged: StagedRead) -> None:
         for checksum in piece.checksums:
-            found = digest(landing.ranges(checksum.start - piece.start, checksum.stop - piece.start))
+            found = digest(staged.ranges(checksum.start - piece.start, checksum.stop - piece.start))
             if found != checksum.digest:
                 what = f"buffer {piece.buffer}, positions [{checksum.start}, {checksum.stop})"
                 self._fail(f"{what}: {found:#018x}, not {checksum.digest:#018x}", "checksum")
                 return
-        landing.keep()
+        staged.commit()
         self._missing[self._layer_of(piece)] -= 1
-        arrived = self._layers
-        while self._layers < self._fetch.arrival.num_layers and not self._missing[self._layers]:
+        before = self._layers
+        while self._layers < self._arrival.num_layers and not self._missing[self._layers]:
             self._layers += 1
-        if self._layers > arrived:
-            self._fetch.arrival.layers_came(self._layers)
+        if self._layers > before:
+            self._arrival.set_layers_ready(self._layers)
 
     def _fail(self, error: str, failure: FetchFailure) -> None:
-        if self._error is None:
-            self._error, self._failure = error, failure
-            self._fetch.arrival.give_up()
+        if self._report.error is None:
+            self._report.error, self._report.failure = error, failure
+            self._arrival.give_up()

@@ -1,20 +1,15 @@
-"""Fetches KV from decode nodes, on a thread for each."""
+"""Reads prefixes from decode nodes."""
 
-import queue
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Protocol
 
 import structlog
 
 from control.messages import Destination, Peer
-from prefill_node.fetch import Fetch, FetchReport, RunningFetch
+from prefill_node.fetch import Fetch, RunningFetch
 from prefill_node.landing import KVSink
-from prefill_node.lease import await_lease
+from prefill_node.lanes import Lane, Lanes
 from transfer.reader import Reader
-from transfer.transports import NoRoute
 from transfer.writer import Channel
 
 log = structlog.get_logger(__name__)
@@ -22,7 +17,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class FetchResources:
-    """What the threads of a fetcher share.
+    """What the lanes of a fetcher share.
 
     connect: the best way to read a decode node's pool; raises NoRoute. silence: for how many seconds a decode node may
     have been dead (`ControlPlane.silence`). new_sink: where to read to. kept: readers and sinks that reads of unknown
@@ -36,84 +31,47 @@ class FetchResources:
     kept: list[object] = field(default_factory=list)
 
 
-class PrefixFetcher(Protocol):
-    """Fetches from decode nodes, on other threads, and reports each fetch once."""
+class Fetcher(Lanes[Fetch]):
+    """Reads blocks of prefixes."""
 
-    def submit(self, fetch: Fetch) -> None: ...
-
-    def keep_only(self, boot_ids: set[str]) -> None:
-        """Fetch from no other decode nodes any more, once what was submitted has ended."""
-        ...
+    def __init__(self, resources: FetchResources, steps_ended: Callable[[], int]) -> None:
+        """steps_ended: in this rank, for `BlockToRead.after`."""
+        super().__init__("fetch", lambda decode: _FetchLane(resources, decode, steps_ended))
 
 
-class Fetcher:
-    """One thread per decode node, so that a slow one delays only its own requests. One loop calls it.
+class _FetchLane(Lane[Fetch]):
+    """The reader of one decode node's pool, and where it reads to."""
 
-    `report` is called once per fetch, on any thread, when nothing of it lands any more, as far as can be known.
-    """
-
-    def __init__(self, resources: FetchResources, report: Callable[[FetchReport], None]) -> None:
+    def __init__(self, resources: FetchResources, decode: Peer, steps_ended: Callable[[], int]) -> None:
+        super().__init__(decode, resources.silence)
         self._resources = resources
-        self._report = report
-        self._lanes: dict[str, _Lane] = {}
-
-    def submit(self, fetch: Fetch) -> None:
-        """Queue a fetch behind those from the same decode node."""
-        boot_id = fetch.decode.boot_id
-        if boot_id not in self._lanes:
-            self._lanes[boot_id] = _Lane(self._resources, fetch.decode, self._report)
-        self._lanes[boot_id].fetches.put(fetch)
-
-    def keep_only(self, boot_ids: set[str]) -> None:
-        """End the threads of other decode nodes once their queues are empty."""
-        for boot_id in self._lanes.keys() - boot_ids:
-            self._lanes.pop(boot_id).fetches.put(None)
-
-
-class _Lane:
-    """The thread that reads from one decode node. It ends only when it is told to."""
-
-    def __init__(self, resources: FetchResources, decode: Peer, report: Callable[[FetchReport], None]) -> None:
-        self._resources = resources
-        self._decode = decode
-        self._report = report
+        self._steps_ended = steps_ended
         self._reader: Reader | None = None
         self._sink: KVSink | None = None
-        self.fetches: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name=f"fetch-{decode.address}", daemon=True).start()
 
-    def _work(self) -> None:
-        while (fetch := self.fetches.get()) is not None:
-            self._report(self._fetch(fetch))
+    def close(self) -> None:
         if self._reader is not None:
             self._reader.close()
         if self._sink is not None:
             self._sink.close()
 
-    def _fetch(self, fetch: Fetch) -> FetchReport:
-        if not fetch.go_on():
-            return FetchReport(fetch, error="not wanted any more", failure="timeout")
-        try:
-            reader, sink = self._connected(fetch.destination)
-        except NoRoute as error:
-            return FetchReport(fetch, error=str(error), failure="read")
-        except Exception as error:
-            log.exception("connecting failed", decode=self._decode.address, **fetch.attempt.log_fields)
-            return FetchReport(fetch, error=f"fetching failed: {error}", failure="read")
-        silence = partial(self._resources.silence, self._decode)
-        running = RunningFetch(fetch, reader, sink, self._resources.page_size)
-        report = running.run(may_post=lambda: await_lease(silence, fetch.go_on))
-        if report.in_flight or reader.lost_track:
-            # What they use stays as it is: the next fetch gets new ones.
-            self._resources.kept.append((reader, sink))
-            self._reader = self._sink = None
-        return report
-
-    def _connected(self, destination: Destination) -> tuple[Reader, KVSink]:
+    def _connect(self, destination: Destination) -> None:
         if self._reader is None:
             channel = self._resources.connect(destination)
             self._reader = Reader(channel)
             log.info("reads", decode=self._decode.address, transport=channel.transport)
         if self._sink is None:
             self._sink = self._resources.new_sink()
-        return self._reader, self._sink
+
+    def _post(self, work: Fetch) -> None:
+        """Returns when nothing of it lands any more."""
+        reader, sink = self._reader, self._sink
+        assert reader is not None
+        assert sink is not None
+        running = RunningFetch(work, reader, sink, self._resources.page_size)
+        report = running.run(lambda: self._may_post(work, lambda: self._steps_ended() >= work.block.after))
+        if report.in_flight or reader.lost_track:
+            # What they use stays as it is: the next fetch gets new ones.
+            self._resources.kept.append((reader, sink))
+            self._reader = self._sink = None
+        self._report(report)

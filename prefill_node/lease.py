@@ -8,13 +8,16 @@ LEASE_S = 2.0
 _LOOK_S = 0.02
 
 
-def await_lease(silence: Callable[[], float], is_wanted: Callable[[], bool]) -> bool:
+def await_lease(
+    silence: Callable[[], float], is_wanted: Callable[[], bool], is_ready: Callable[[], bool] = lambda: True
+) -> bool:
     """Wait while the decode node may be dead. Whether what waits is still wanted, and may be posted now.
 
-    silence: for how many seconds the decode node may have been dead (`ControlPlane.silence`).
+    silence: for how many seconds the decode node may have been dead (`ControlPlane.silence`). is_ready: what else has
+    to be true.
     """
     while is_wanted():
-        if silence() < LEASE_S:
+        if silence() < LEASE_S and is_ready():
             return True
         time.sleep(_LOOK_S)
     return False

@@ -18,7 +18,7 @@ class Offer:
     vocab_size: int
     ranks: tuple[str, ...] = ()
 
-    def refusal(self, request: PrefillRequest) -> str | None:
+    def rejection_reason(self, request: PrefillRequest) -> str | None:
         """Why the node cannot serve a request, naming both values, or None."""
         destination = request.destination
         num_tokens = len(request.token_ids)
@@ -55,7 +55,7 @@ class Destinations:
         self._limit = limit
         self._of_boot: OrderedDict[str, Destination] = OrderedDict()
 
-    def contradiction(self, decode: Peer, named: Destination) -> str | None:
+    def rejection_reason(self, decode: Peer, named: Destination) -> str | None:
         """How a destination differs from the one that the process offered first, or None. The first call counts."""
         known = self._of_boot.setdefault(decode.boot_id, named)
         self._of_boot.move_to_end(decode.boot_id)

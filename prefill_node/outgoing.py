@@ -4,18 +4,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import structlog
 
-from control.messages import AttemptId, Destination, Peer
+from prefill_node.lanes import LaneWork
+from prefill_node.orders import BlockToSend, TransferReport
 from prefill_node.plan import ChunkPart, ChunkPlan
 from prefill_node.progress import ForwardProgress, NotComputed
 from prefill_node.ring import BUFFER_BYTES, SendBuffer, SendRing
 from prefill_node.source import Reading
 from transfer.checksum import digest, sampled
 from transfer.memory import Checksum
-from transfer.planner import Descriptors, Int64s
+from transfer.planner import Descriptors
 from transfer.transports import packing_of
 from transfer.writer import Outcome, Pipeline, TransferError, Write
 
@@ -31,62 +32,12 @@ _WHAT_FAILED = {
 }
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Positions [start, stop) of a request, to be written to the destination slots of those positions.
+@dataclass(frozen=True, eq=False)
+class Chunk(LaneWork):
+    """A block of a chunk that is sent. progress: of the forward pass that computes it."""
 
-    pages: of the whole request. slots: of its positions from `slots_start` on. progress: of the forward pass that
-    computes the chunk. cancelled: asked again and again while the chunk is sent.
-    """
-
-    attempt: AttemptId
-    start: int
-    stop: int
-    pages: Int64s
-    slots: Int64s
-    decode: Peer
-    destination: Destination
+    block: BlockToSend
     progress: ForwardProgress
-    cancelled: Callable[[], bool]
-    slots_start: int = 0
-
-    @property
-    def own_slots(self) -> Int64s:
-        """The slot of each position of the chunk: int64 [stop - start]."""
-        return self.slots[self.start - self.slots_start : self.stop - self.slots_start]
-
-    def part(self, start: int, stop: int) -> "Chunk":
-        """Some of its positions."""
-        return replace(self, start=start, stop=stop)
-
-
-@dataclass
-class SendReport:
-    """All writes of a chunk have ended. They landed unless `error` says otherwise.
-
-    in_flight: it is not known of some writes whether they have ended. They may read the chunk's pages and write to its
-    slots for as long as this process runs (`transfer.writer.Outcome.UNKNOWN`); `error` is set.
-    lingering: the network may still carry bytes of writes that failed, or a first copy of writes that were repeated.
-    posted_at, ended_at: of the first and the last write (time.monotonic). waited: seconds in between in which there was
-    nothing to post, or posting was not allowed.
-    """
-
-    chunk: Chunk
-    num_bytes: int = 0
-    num_descriptors: int = 0
-    posted_at: float | None = None
-    ended_at: float = 0.0
-    waited: float = 0.0
-    checksums: list[Checksum] = field(default_factory=list)
-    error: str | None = None
-    lingering: bool = False
-    in_flight: bool = False
-
-    def seconds(self, since: float = 0.0) -> float:
-        """How long it was being sent, not counting time before `since`."""
-        if self.posted_at is None:
-            return 0.0
-        return max(0.0, self.ended_at - max(self.posted_at, since) - self.waited)
 
 
 class OutgoingChunk:
@@ -101,14 +52,14 @@ class OutgoingChunk:
         reading: Reading,
         pipeline: Pipeline,
         ring: Callable[[], SendRing],
-        report: Callable[[SendReport], None],
+        report: Callable[[TransferReport], None],
     ) -> None:
         self._chunk = chunk
         self._reading = reading
         self._pipeline = pipeline
         self._lend_ring = ring
         self._report = report
-        self._result = SendReport(chunk)
+        self._result = TransferReport(chunk.block.work)
 
     def post(self, may_post: Callable[[], bool]) -> None:
         """Post all writes, until the chunk is no longer wanted. Never raises: errors are reported.
@@ -127,7 +78,7 @@ class OutgoingChunk:
             self._result.error = "aborted"
         except Exception as error:
             # A bug costs the request, not the lane: the node waits for a report of every chunk.
-            log.exception("sending failed", **self._chunk.attempt.log_fields)
+            log.exception("sending failed", **self._chunk.block.attempt.log_fields)
             self._result.error = f"sending failed: {error}"
         self._pipeline.close(write)
 
@@ -160,18 +111,18 @@ class OutgoingChunk:
             except TransferError as error:
                 result.error = str(error)
             except Exception as error:
-                log.exception("nobody knows whether the decode node lives", **self._chunk.attempt.log_fields)
+                log.exception("nobody knows whether the decode node lives", **self._chunk.block.attempt.log_fields)
                 result.error = f"sending failed: {error}"
         if result.error is not None and result.error != "aborted":
-            decode, fields = self._chunk.decode.address, self._chunk.attempt.log_fields
+            decode, fields = self._chunk.block.decode.address, self._chunk.block.attempt.log_fields
             log.warning("transfer failed", decode=decode, error=result.error, **fields)
         self._report(result)
 
     def _batches(self) -> Iterator[tuple[Descriptors, SendBuffer | None]]:
         """What to post, and the send buffer that it is read from, if any."""
-        chunk, reading = self._chunk, self._reading
+        block, reading = self._chunk.block, self._reading
         channel = self._pipeline.channel
-        plan = ChunkPlan(chunk.pages, reading.page_size, chunk.own_slots, chunk.start, chunk.stop, channel.max_bytes)
+        plan = ChunkPlan(block.pages, reading.page_size, block.slots, block.start, block.stop, channel.max_bytes)
         if plan.should_pack(packing_of(channel.transport, reading.source.in_host_memory)):
             yield from self._packed(plan, self._lend_ring())
         else:
@@ -180,7 +131,7 @@ class OutgoingChunk:
 
     def _packed(self, plan: ChunkPlan, ring: SendRing) -> Iterator[tuple[Descriptors, SendBuffer]]:
         """Each part by way of a send buffer."""
-        source, targets = self._reading.source, self._chunk.destination.buffers.ptrs
+        source, targets = self._reading.source, self._chunk.block.destination.buffers.ptrs
         for buffer in self._reading.buffers_in_order():
             self._await_layer(buffer)
             item_bytes = source.buffers.item_lengths[buffer]
@@ -196,7 +147,7 @@ class OutgoingChunk:
 
     def _in_place(self, plan: ChunkPlan) -> Iterator[Descriptors]:
         """Straight from the pool, as many buffers at a time as are complete."""
-        source, targets = self._reading.source, self._chunk.destination.buffers.ptrs
+        source, targets = self._reading.source, self._chunk.block.destination.buffers.ptrs
         for buffers in self._complete_buffers():
             item_bytes = source.buffers.item_lengths[buffers[0]]
             for part in plan.parts(max(1, _IN_PLACE_BYTES // item_bytes)):
@@ -211,7 +162,7 @@ class OutgoingChunk:
     def _complete_buffers(self) -> Iterator[list[int]]:
         """All buffers, in order; complete ones of one item size together, as far as they fit a batch."""
         item_lengths = self._reading.source.buffers.item_lengths
-        num_items = self._chunk.stop - self._chunk.start
+        num_items = self._chunk.block.stop - self._chunk.block.start
         ahead = deque(self._reading.buffers_in_order())
         while ahead:
             buffers = [ahead.popleft()]
@@ -235,7 +186,7 @@ class OutgoingChunk:
         # The wait may be long. Meanwhile earlier writes, also those of other chunks, must be reported when they end.
         self._pipeline.drain()
         with self._waiting():
-            self._chunk.progress.wait(self._reading.layer_of_buffer[buffer], self._chunk.cancelled)
+            self._chunk.progress.wait(self._reading.layer_of_buffer[buffer], lambda: not self._chunk.is_wanted())
 
     def _sampled(self, buffer: int, part: ChunkPart) -> tuple[int, int] | None:
         return sampled(self._reading.checksums, part.start, part.stop, buffer)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from transfer.planner import NO_LIMIT, Descriptors, Int64s, Runs, expand_pages, plan_runs
 from transfer.transport import Packing
@@ -12,7 +13,8 @@ from transfer.transport import Packing
 class ChunkPart:
     """Positions [start, stop) of a request, in any buffer. Descriptors are computed once per item size.
 
-    items: the source item of each position, int64 [stop - start]. most_bytes: of one descriptor.
+    items: the source item of each position, int64 [stop - start]. most_bytes: of one descriptor. uploaded: the items on
+    the device, once they were needed there; a part belongs to one lane.
     """
 
     start: int
@@ -20,6 +22,7 @@ class ChunkPart:
     items: Int64s
     runs: Runs
     most_bytes: int
+    uploaded: list[torch.Tensor] = field(default_factory=list)
     _direct: dict[int, Descriptors] = field(default_factory=dict)
     _packed: dict[int, tuple[Descriptors, Descriptors]] = field(default_factory=dict)
 

@@ -9,7 +9,6 @@ import torch
 
 from base.block_hashes import BLOCK_TOKENS
 from base.errors import StartupError
-from base.logs import configure_logging
 from base.memory import device_split, human, pool_bytes
 from control.membership import Membership
 from control.messages import Heartbeat, Peer, Register
@@ -20,26 +19,27 @@ from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
 from model.split import SplitModel
+from prefill_node.attempt import HeldAttempt
 from prefill_node.config import PrefillConfig
 from prefill_node.endpoint import PrefillEndpoint
 from prefill_node.fetcher import FetchResources
-from prefill_node.job import TransferJob
+from prefill_node.gathering import PrefixGather
 from prefill_node.landing import DeviceSink, HostSink
-from prefill_node.model_engine import EngineParts, ModelEngine
 from prefill_node.offer import Offer
-from prefill_node.ranks.alike import check_alike
-from prefill_node.ranks.follower import Follower
-from prefill_node.ranks.gathering import PrefixGather
-from prefill_node.ranks.leader import GroupEngine
+from prefill_node.orders import OF_FIRST, Report
+from prefill_node.planner import PrefillPlanner
+from prefill_node.rank_loop import RankLoop
 from prefill_node.ring import SendRings
 from prefill_node.sender import SendResources
 from prefill_node.source import DeviceSource, HostSource, Reading
-from ranks.group import RankGroup
-from ranks.rank_place import RankPlace
+from prefill_node.worker import PrefillWorker
+from ranks.executor import Executor, Reports
+from ranks.group import Ranks
+from ranks.place import RankPlace
+from ranks.rank_line import lines_to_others
 from service.checkpoint import identity_of
 from service.node_model import NodeModel
 from service.shell import NodeShell
-from service.start import check, claim_transfer_ports
 from transfer.transports import Transports
 
 log = structlog.get_logger(__name__)
@@ -52,34 +52,26 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
 
     Raises StartupError if it cannot start; cheap checks come first.
     """
-    name = "prefill" if place is None else f"prefill-rank-{place.rank}"
-    configure_logging(config.log_level, config.log_format, name)
-    check(config)
-    described = NodeModel.of(config)
+    described = NodeModel.of("prefill", config, place)
     device, spec = described.device, described.spec
     with ExitStack() as at_end:
-        shell: NodeShell[Any] = NodeShell("prefill", config)
-        at_end.callback(shell.close)
-        ports = claim_transfer_ports(config)
-        log.info("attention backend", backend=described.backend.name)
-        ranks = None
-        if place is not None:
-            ranks = described.join(place, shell)
-            at_end.callback(ranks.close)
-            check_alike(ranks, config, spec)
-        model, exchange = described.load(ranks)
-        if ranks is not None:
-            model = SplitModel(model.network, spec, described.backend, ranks.shard, exchange.gather, ranks.begin_step)
+        node = at_end.enter_context(described.start(common_to_ranks(config)))
+        shell, ranks, model, exchange, transports = node.shell, node.ranks, node.model, node.exchange, node.transports
+        if ranks.world_size > 1:
+            model = SplitModel(model.network, spec, described.backend, ranks.shard, exchange.gather)
         pool = PagedKVPool(spec.kv_layout, _num_pages(config, spec, device, ranks), config.page_size, device)
-        layers = [*pool.kv, *pool.index_keys]
-        transports = Transports(config.data_host, config.transfer_protocol, config.ib_device, ports)
         transports.register(pool.get_contiguous_buf_infos())
-        others: list[Peer] = []
-        if ranks is not None:
+        if ranks.world_size > 1:
             warm_up(model, pool, config.chunked_prefill_size if device.type == "cuda" else 1)
-            ranks.end_step()
-            ranks.watch_steps()
-            _, *others = [Peer.model_validate(peer) for peer in ranks.share(shell.control.me.model_dump())]
+        ranks.watch_steps()
+        _, *others = [Peer.model_validate(peer) for peer in ranks.share(shell.control.me.model_dump())]
+        sending, fetching = _resources(config, pool, transports, shell)
+        gather = PrefixGather(pool, ranks.rank, exchange.gather)
+        new_worker = partial(PrefillWorker, model, pool, sending, fetching, gather, ranks)
+        if ranks.rank:
+            shell.start(None, lambda: None)
+            RankLoop(shell, ranks, new_worker).run()
+            return
         offer = Offer(
             identity=identity_of(spec),
             transports=transports.offered,
@@ -88,42 +80,15 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
             ranks=tuple(rank.boot_id for rank in others),
         )
         cache = PageCache(pool, _is_caching(config))
-        prefill: ChunkedPrefill[TransferJob] = ChunkedPrefill(model, pool, config.chunked_prefill_size, cache)
-        resources = SendResources(
-            reading=Reading(
-                source=HostSource(layers) if device.type == "cpu" else DeviceSource(layers),
-                layer_of_buffer=pool.layout.layer_of_buffer,
-                page_size=config.page_size,
-                checksums=config.transfer_checksum,
-            ),
-            rings=SendRings(pin=device.type == "cuda", register=transports.register),
-            connect=transports.connect,
-            silence=shell.control.silence,
+        prefill: ChunkedPrefill[HeldAttempt] = ChunkedPrefill(model, pool, config.chunked_prefill_size, cache)
+        reports: Reports[Report] = Reports(partial(shell.inbox.put, None))
+        worker = new_worker(partial(reports.add, 0))
+        lines = lines_to_others(ranks.lines, OF_FIRST, reports.add, ranks.fail)
+        executor = Executor(ranks, worker, lines, reports)
+        at_end.callback(executor.close, timeout=1.0)
+        planner = PrefillPlanner(
+            prefill, executor, offer, shell.metrics, config.transfer_timeout, config.fetch_prefixes
         )
-        fetching = FetchResources(
-            connect=transports.connect_to_read,
-            silence=shell.control.silence,
-            new_sink=lambda: HostSink(layers) if device.type == "cpu" else DeviceSink(layers, resources.rings),
-            page_size=config.page_size,
-        )
-        gather = None if ranks is None else PrefixGather(pool, ranks.rank, exchange.gather, ranks.begin_step)
-        if ranks is not None and gather is not None and ranks.rank:
-            shell.start(None, lambda: None)
-            Follower(shell, prefill, device, resources, fetching, gather, ranks).run()
-            return
-        parts = EngineParts(
-            prefill=prefill,
-            device=device,
-            resources=resources,
-            fetching=fetching,
-            offer=offer,
-            metrics=shell.metrics,
-            wake=partial(shell.inbox.put, None),
-            transfer_timeout=config.transfer_timeout,
-            fetch_policy=config.fetch_prefixes,
-        )
-        engine = ModelEngine(parts) if ranks is None or gather is None else GroupEngine(parts, ranks, gather)
-        at_end.callback(engine.close, timeout=1.0)
         membership = Membership(
             shell.control,
             shell.gateways,
@@ -139,16 +104,45 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
             ),
             heartbeat=lambda via: Heartbeat(
                 via=via,
-                ready=not engine.device_failed,
-                queued_tokens=engine.queued_tokens,
-                running_requests=len(engine.attempts),
+                ready=not planner.has_failed,
+                queued_tokens=planner.queued_tokens,
+                running_requests=len(planner.held),
             ),
         )
-        shell.start(membership, engine.refresh_metrics, cached=cache.blocks)
+        shell.start(membership, planner.refresh_metrics, cached=cache.blocks)
         shell.announce(transports, spec.model_type, spec.fingerprint)
-        PrefillEndpoint(shell, engine, ranks).run()
-        if isinstance(engine, GroupEngine):
-            engine.leave()
+        PrefillEndpoint(shell, planner, ranks).run()
+        planner.leave()
+
+
+def _resources(
+    config: PrefillConfig, pool: PagedKVPool, transports: Transports, shell: NodeShell[Any]
+) -> tuple[SendResources, FetchResources]:
+    layers = [*pool.kv, *pool.index_keys]
+    in_host_memory = not pool.kv.is_cuda
+    rings = SendRings(pin=not in_host_memory, register=transports.register)
+    reading = Reading(
+        source=HostSource(layers) if in_host_memory else DeviceSource(layers),
+        layer_of_buffer=pool.layout.layer_of_buffer,
+        page_size=config.page_size,
+        checksums=config.transfer_checksum,
+    )
+    fetching = FetchResources(
+        connect=transports.connect_to_read,
+        silence=shell.control.silence,
+        new_sink=lambda: HostSink(layers) if in_host_memory else DeviceSink(layers, rings),
+        page_size=config.page_size,
+    )
+    return SendResources(reading, rings, transports.connect, shell.control.silence), fetching
+
+
+def common_to_ranks(config: PrefillConfig) -> dict[str, object]:
+    """What decides how steps are computed and sent, and so has to be alike in all ranks."""
+    return {
+        "page_size": config.page_size,
+        "attention_backend": config.attention_backend,
+        "transfer_protocol": config.transfer_protocol,
+    }
 
 
 def _is_caching(config: PrefillConfig) -> bool:
@@ -176,21 +170,17 @@ def warm_up(model: SparseModel, pool: PagedKVPool, tokens: int) -> None:
     pool.free(pages)
 
 
-def _num_pages(config: PrefillConfig, spec: ModelSpec, device: torch.device, ranks: RankGroup | None = None) -> int:
+def _num_pages(config: PrefillConfig, spec: ModelSpec, device: torch.device, ranks: Ranks) -> int:
     """Pages of the KV pool; logs why so many. Raises StartupError if a full context does not fit.
 
     All ranks have as many. On CPUs they divide the memory of their host, before any has taken some for its pool.
     """
-    sharing = 1
-    if ranks is not None:
-        ranks.share(None)
-        sharing = ranks.per_host if device.type == "cpu" else 1
+    ranks.share(None)
+    sharing = ranks.per_host if device.type == "cpu" else 1
     if split := device_split(device, config.mem_fraction_static):
         log.info("sized", what=split)
     token_bytes = spec.kv_layout.token_bytes
-    affordable = pool_bytes(device, config.mem_fraction_static) // sharing // token_bytes
-    if ranks is not None:
-        affordable = min(ranks.share(affordable))
+    affordable = min(ranks.share(pool_bytes(device, config.mem_fraction_static) // sharing // token_bytes))
     wanted = config.max_total_tokens or min(affordable, _PROMPTS_BY_DEFAULT * spec.context_length)
     if wanted > affordable:
         raise StartupError(

@@ -16,7 +16,7 @@ class NotComputed(Exception):
 class ForwardProgress:
     """One forward pass: the compute thread reports layers, lanes wait for them.
 
-    A layer is done when its KV is in the pool *on the device*. With CUDA an event is recorded behind the kernels that
+    A layer is done when its KV is in the pool *on the device*. With CUDA an event is recorded after the kernels that
     write it, and nothing is posted before that event: a NIC that read earlier would send old bytes.
     """
 

@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -66,8 +65,6 @@ class DeviceSource:
         self.buffers = buffer_info(layers)
         self._layers = layers
         self._stream = torch.cuda.Stream(layers[0].device)  # type: ignore[no-untyped-call]
-        self._rows: WeakKeyDictionary[ChunkPart, torch.Tensor] = WeakKeyDictionary()
-        """On the device, int64, of the parts that are being sent. A part belongs to one lane."""
 
     def gather(self, buffer: int, part: ChunkPart, into: SendBuffer) -> None:
         self._copy(buffer, self._rows_of(part), into.memory)
@@ -79,13 +76,12 @@ class DeviceSource:
 
     def _rows_of(self, part: ChunkPart) -> torch.Tensor:
         """Uploaded on this source's stream, which also uses and frees them. Does not wait for the device."""
-        rows = self._rows.get(part)
-        if rows is None:
+        if not part.uploaded:
             with torch.cuda.stream(self._stream):
                 # A copy from memory that is not pinned waits for all that the stream has to do.
                 pinned = torch.from_numpy(part.items).pin_memory()
-                rows = self._rows[part] = pinned.to(self._layers[0].device, non_blocking=True)
-        return rows
+                part.uploaded.append(pinned.to(self._layers[0].device, non_blocking=True))
+        return part.uploaded[0]
 
     def _copy(self, buffer: int, rows: torch.Tensor, into: torch.Tensor) -> None:
         layer = self._layers[buffer]

@@ -38,7 +38,7 @@ class Purpose(IntEnum):
     """What a connection is for."""
 
     LINK = 1
-    """It keeps two tables alike (`LinkedTable`)."""
+    """It keeps two tables alike (`ReplicatedStatus`)."""
     LINE = 2
     """It brings orders and reports (`RankLine`)."""
 

@@ -1,4 +1,4 @@
-"""What rank 0 and another rank tell each other beside collectives: values, in order.
+"""What rank 0 and another rank tell each other in addition to collectives: values, in order.
 
 On one host a line is a pair of sockets that the ranks inherit; between hosts, a connection of which both ends have
 shown that they know the group's key (`ranks/handshake.py`). What comes is data of the kinds that the codec knows.
@@ -9,15 +9,18 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+import msgpack
 import structlog
+from pydantic import TypeAdapter
 
-from ranks.rank_place import NO_LINE, RankPlace
+from ranks.place import NO_LINE, RankPlace
 from ranks.sealed_socket import INHERITED, FrameRefused, SealedSocket
 
 log = structlog.get_logger(__name__)
 
+KindT = TypeVar("KindT")
 SentT = TypeVar("SentT")
 ReceivedT = TypeVar("ReceivedT")
 
@@ -28,6 +31,29 @@ class LineCodec(Generic[SentT, ReceivedT]):
 
     encode: Callable[[SentT], bytes]
     decode: Callable[[bytes], ReceivedT]
+
+
+class DataclassCodec(Generic[KindT]):
+    """Values of some dataclasses as bytes: msgpack of the name of their class and their fields."""
+
+    def __init__(self, kinds: tuple[type[KindT], ...]) -> None:
+        self._kinds = {kind.__name__: TypeAdapter(kind) for kind in kinds}
+
+    def encode(self, value: KindT) -> bytes:
+        kind = type(value).__name__
+        packed: bytes = msgpack.packb((kind, self._kinds[kind].dump_python(value)))
+        return packed
+
+    def decode(self, data: bytes) -> KindT:
+        """Raises ValueError if these are not the bytes of such a value, with fields of its types."""
+        try:
+            found: Any = msgpack.unpackb(data, use_list=False)
+        except (TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
+            raise ValueError(f"not msgpack: {error}") from error
+        match found:
+            case (str(kind), dict(fields)) if kind in self._kinds:
+                return self._kinds[kind].validate_python(fields)
+        raise ValueError(f"expected one of {', '.join(self._kinds)}, and its fields")
 
 
 class RankLine(Generic[SentT, ReceivedT]):

@@ -5,24 +5,18 @@ import os
 import resource
 import signal
 import time
-from enum import Enum
+
+import structlog
+
+from base.phase import Phase
+
+log = structlog.get_logger(__name__)
 
 DRAIN_TIMEOUT_S = 30.0
 """Enough for a prompt and an answer of ordinary length; longer answers need more."""
 _OPEN_FILES = 1 << 16
 """Some systems allow a billion, and code that closes or scans all descriptors would take minutes."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-class Phase(Enum):
-    """What a process does with requests. A process never goes back to an earlier phase."""
-
-    SERVING = "serving"
-    """Takes new requests."""
-    DRAINING = "draining"
-    """Takes none, hands over those that have not begun, and finishes the others until the drain timeout."""
-    ENDING = "ending"
-    """Gives up those that are left."""
 
 
 class Lifecycle:
@@ -56,6 +50,15 @@ class Lifecycle:
     def end(self) -> None:
         """Give up the requests that are left."""
         self._deadline = -math.inf
+
+    def follow(self, phase: Phase) -> None:
+        """Go on to the phase of the group, if that is a later one."""
+        if phase > self.phase:
+            log.info("stopping with the other ranks", phase=phase.name.lower())
+        if phase is Phase.ENDING:
+            self.end()
+        elif phase is Phase.DRAINING:
+            self.drain()
 
     def signalled(self, number: int) -> None:
         """A stop signal arrived."""

@@ -1,80 +1,118 @@
-"""What prefill and decode nodes start with alike: they read a checkpoint, join their group, and load the model."""
+"""How prefill and decode nodes start: they read a checkpoint, bind ports, join their group, and load the model.
 
+`NodeModel.of` does what takes no time, so that a wrong configuration is refused at once. `start` does the rest.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import structlog
 import torch
 
+from base.logs import configure_logging
 from base.version import VERSION
 from control.codec import PROTOCOL_VERSION
-from control.messages import CheckpointIdentity
+from control.messages import CheckpointIdentity, Role
 from kernels.attention import choose_backend
 from kernels.dispatch import fp8_unavailable_reason
 from kernels.ops import AttentionBackend
 from model.loader import load_model, read_spec, resolve_dtype
-from model.shard import NO_EXCHANGE, SINGLE_RANK, Exchange
+from model.shard import Exchange
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
-from ranks.group import RankGroup
-from ranks.rank_place import RankPlace
+from ranks.group import RankGroup, Ranks, SingleRank
+from ranks.place import RankPlace
 from service.checkpoint import identify, identity_of
 from service.config import NodeConfig
 from service.shell import NodeShell
-from service.start import use_device
+from service.start import check, claim_transfer_ports, use_device
+from transfer.transports import Transports
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class StartedNode:
+    """What a node of either role has before it makes its pools. exchange: connects the model with other ranks."""
+
+    shell: NodeShell[Any]
+    ranks: Ranks
+    model: SparseModel
+    exchange: Exchange
+    transports: Transports
 
 
 @dataclass(frozen=True)
 class NodeModel:
     """What a node will compute with: known before it binds a port or reads a weight."""
 
+    role: Role
     config: NodeConfig
+    place: RankPlace | None
+    """Where this process stands in its group; None if it is a node by itself."""
     device: torch.device
     spec: ModelSpec
     checkpoint: CheckpointIdentity
     backend: AttentionBackend
 
     @classmethod
-    def of(cls, config: NodeConfig) -> "NodeModel":
-        """Raises StartupError if there is no such checkpoint or device, or if the backend cannot compute it there."""
+    def of(cls, role: Role, config: NodeConfig, place: RankPlace | None = None) -> "NodeModel":
+        """Configures the logs, too. Raises StartupError for invalid values, if there is no such checkpoint or device,
+        or if the backend cannot compute it there."""
+        name = role if place is None else f"{role}-rank-{place.rank}"
+        configure_logging(config.log_level, config.log_format, name)
+        check(config)
         device = use_device(config.device)
         dtype = resolve_dtype(config.model_path, config.dtype)
         spec = read_spec(config.model_path, dtype, config.context_length, config.load_format, config.kv_cache_dtype)
         backend = choose_backend(config.attention_backend, device, spec)
-        return cls(config, device, spec, identify(config.model_path), backend)
+        return cls(role, config, place, device, spec, identify(config.model_path), backend)
 
-    def join(self, place: RankPlace, shell: NodeShell[Any]) -> RankGroup:
-        """Meet the other ranks of the node.
+    @contextmanager
+    def start(self, same: Mapping[str, object]) -> Iterator[StartedNode]:
+        """Start, and close at the end, what a node of either role has. Waits for all ranks.
 
-        Takes the shell since that has bound this rank's ports: no rank may answer before all have theirs.
-        """
-        wake = partial(shell.inbox.put, None)
-        return RankGroup(place, self.device, self.config.step_timeout, wake, shell.group_secret)
-
-    def load(self, ranks: RankGroup | None) -> tuple[SparseModel, Exchange]:
-        """The model, or this rank's part of it, and how it exchanges tokens with the others. Waits for all ranks.
-
-        Raises StartupError for a checkpoint that cannot be served.
+        same: values of this role that all ranks need alike. Raises StartupError for a port that is taken, a checkpoint
+        that cannot be served, or ranks that differ.
         """
         config = self.config
-        exchange = NO_EXCHANGE if ranks is None else ranks.connect()
-        model = load_model(
-            config.model_path,
-            self.spec.dtype,
-            self.device,
-            config.context_length,
-            self.backend,
-            config.load_format,
-            shard=SINGLE_RANK if ranks is None else ranks.shard,
-            quantization=config.quantization,
-            kv_cache_dtype=config.kv_cache_dtype,
-            exchange=exchange,
-        )
-        return model, exchange
+        with ExitStack() as at_end:
+            shell: NodeShell[Any] = NodeShell(self.role, config)
+            at_end.callback(shell.close)
+            ports = claim_transfer_ports(config)
+            log.info("attention backend", backend=self.backend.name)
+            # After the ports are bound: no rank may answer before all have theirs.
+            ranks = self._join(shell)
+            at_end.callback(ranks.close)
+            ranks.check_same_config({**common_to_ranks(ranks, config, self.spec), **same})
+            exchange = ranks.connect()
+            model = load_model(
+                config.model_path,
+                self.spec.dtype,
+                self.device,
+                config.context_length,
+                self.backend,
+                config.load_format,
+                shard=ranks.shard,
+                quantization=config.quantization,
+                kv_cache_dtype=config.kv_cache_dtype,
+                exchange=exchange,
+            )
+            transports = Transports(config.data_host, config.transfer_protocol, config.ib_device, ports)
+            yield StartedNode(shell, ranks, model, exchange, transports)
+
+    def _join(self, shell: NodeShell[Any]) -> Ranks:
+        if self.place is None:
+            return SingleRank(self.device)
+        wake = partial(shell.inbox.put, None)
+        return RankGroup(self.place, self.device, self.config.step_timeout, wake, shell.group_secret)
 
 
-def common_to_ranks(ranks: RankGroup, config: NodeConfig, spec: ModelSpec) -> dict[str, object]:
-    """What the ranks of a node of either role need alike, for `RankGroup.check_equal`."""
+def common_to_ranks(ranks: Ranks, config: NodeConfig, spec: ModelSpec) -> dict[str, object]:
+    """What the ranks of a node of either role need alike, for `Ranks.check_same_config`."""
     return {
         "version": f"{VERSION} (protocol {PROTOCOL_VERSION})",
         **identity_of(spec).model_dump(),

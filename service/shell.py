@@ -179,5 +179,5 @@ class NodeShell(Generic[Event]):
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.lifecycle.signalled(number)
-        log.info("stopping", signal=signal.Signals(number).name, phase=self.lifecycle.phase.value)
+        log.info("stopping", signal=signal.Signals(number).name, phase=self.lifecycle.phase.name.lower())
         self.inbox.put(None)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from control.messages import Destination, ModelIdentity
-from decode_node.destination import destination_of
+from decode_node.pools import destination_of
 from kvcache.host_pool import HostKVPool
 from kvcache.layout import KVLayout
 from transfer.checksum import digests

@@ -24,10 +24,11 @@ from model.loader import load_model, read_spec
 from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
 from model.tiny import write_tiny_checkpoint
-from prefill_node.arrival import AwaitedPrefixes, PrefixArrival
+from prefill_node.arrival import AwaitedPrefixes, PrefixArrival, arrives_in_time
 from prefill_node.costs import ComputeCost, FetchCosts
 from prefill_node.fetch import Fetch, RunningFetch
 from prefill_node.landing import HostSink
+from prefill_node.orders import BlockToRead, LayersRead
 from service.checkpoint import identity_of
 from transfer.choices import TransferProtocol, Transport
 from transfer.planner import Int64s
@@ -107,6 +108,7 @@ class Node:
         """Compute a random prompt, chunk by chunk."""
         prefill: ChunkedPrefill[PrefillJob] = ChunkedPrefill(self.model, self.pool, self.chunk_size)
         prefill.add(job := PrefillJob(self._ids[:tokens]))
+        prefill.start_waiting()
         passes = []
         while (step := prefill.plan()) is not None:
             [(_, chunk)] = step.chunks
@@ -162,7 +164,13 @@ class Links:
         pages = pool.allocate(tokens + self._node.chunk_size)
         assert pages is not None
         came = threading.Event()
-        arrival = PrefixArrival(pool.layout.layer_of_buffer, came.set)
+        layers: list[LayersRead] = []
+
+        def on_layers(read: LayersRead) -> None:
+            layers.append(read)
+            came.set()
+
+        arrival = PrefixArrival(pool.layout.layer_of_buffer, report=on_layers)
         started = time.perf_counter()
 
         def fetch() -> None:
@@ -172,10 +180,12 @@ class Links:
 
         thread = threading.Thread(target=fetch)
         thread.start()
-        while thread.is_alive() and not arrival.keeps_ahead_of(pass_seconds):
+        while thread.is_alive() and not (
+            layers and arrives_in_time(layers[-1], arrival.num_layers, pass_seconds, time.monotonic())
+        ):
             came.wait(_LOOK_S)
             came.clear()
-        awaited = AwaitedPrefixes({"prompt": arrival}, num_jobs=1, patience=_PATIENCE_S)
+        awaited = AwaitedPrefixes({0: arrival}, num_chunks=1, patience=_PATIENCE_S)
         self._node.compute_behind(tokens, pages, awaited.wait)
         seconds = time.perf_counter() - started
         thread.join()
@@ -189,7 +199,8 @@ class Links:
         started = time.perf_counter()
         slots, checksums = self._lender.lend(tokens)
         attempt = AttemptId("lender", "r", 1)
-        fetch = Fetch(attempt, _DECODE, self._destination, 0, tokens, pages, slots, checksums, lambda: True, arrival)
+        read = BlockToRead(1, attempt, _DECODE, self._destination, 0, tokens, pages, slots, checksums, 0, False)
+        fetch = Fetch(read, lambda: True, lambda report: None, arrival)
         running = RunningFetch(fetch, reader, HostSink([*pool.kv, *pool.index_keys]), PAGE_SIZE)
         report = running.run(may_post=lambda: time.perf_counter() - started < patience)
         seconds = time.perf_counter() - started

@@ -86,6 +86,9 @@ class StubRunner(ModelRunner):
     def launch(self, batch: Batch, padded: int | None = None) -> LaunchedStep:
         return LaunchedStep(batch, torch.empty(0))
 
+    def pad(self, padded: int) -> None:
+        pass
+
     def sample(self, step: LaunchedStep, bans: Sequence[Ban] = (), masks: torch.Tensor | None = None) -> None:
         self._over_at = max(self._over_at, time.perf_counter()) + self._step_s
 

@@ -23,7 +23,7 @@ from benchmarks.ranks.prompts import models_of, time_prompt_of
 from benchmarks.ranks.steps import time_steps_of
 from cli.serve import die_with_parent
 from ranks.group import RankGroup
-from ranks.rank_place import RankPlace, create_places
+from ranks.place import RankPlace, create_places
 from service.start import use_device
 
 _STEP_TIMEOUT_S = 300.0
@@ -76,11 +76,11 @@ def _measure(
     exchange = group.connect()
     console = Console(quiet=group.rank != 0)
     times = time_agreement(group, woken)
-    table = _table(f"agreement of {group.size} ranks, us: median / p90", "shared memory", "gloo", "from sleep")
+    table = _table(f"agreement of {group.world_size} ranks, us: median / p90", "shared memory", "gloo", "from sleep")
     table.add_row(summary(times.shared_memory), summary(times.gloo), summary(times.waking))
     console.print(table, "")
 
-    config = DecodeBench(layers=max(1, layers), rank_of=group.size, context=context)
+    config = DecodeBench(layers=max(1, layers), rank_of=group.world_size, context=context)
     hidden_size = 7168
     table = _table(f"rows of {hidden_size} bfloat16 a rank, us", "rows", "gather", "reduce")
     for rows, (gather, reduce) in time_exchange(group, exchange, hidden_size).items():

@@ -36,7 +36,7 @@ def time_agreement(group: RankGroup, woken: threading.Event) -> AgreementTimes:
     over_gloo = dist.new_group(backend="gloo")
     numbers = torch.zeros(8, dtype=torch.int64)
     return AgreementTimes(
-        shared_memory=_from_last_to_last(group, lambda: group.agree(1)),
+        shared_memory=_from_last_to_last(group, lambda: group.barrier.wait(1)),
         gloo=_from_last_to_last(group, lambda: dist.all_reduce(numbers, group=over_gloo)),
         waking=_waking(group, woken),
     )
@@ -68,14 +68,14 @@ def _waking(group: RankGroup, woken: threading.Event) -> list[float]:
     times = []
     for _ in range(_WAKES):
         if group.rank == 0:
-            time.sleep(0.15)  # until the others have stopped to linger
+            time.sleep(0.15)  # until the others sleep
             started = time.monotonic()
-            group.agree(1)
+            group.barrier.wait(1)
             times.append((time.monotonic() - started) * 1e6)
             continue
         woken.clear()
-        while not group.agree(0).batch:
-            if not group.linger(lambda: False):
+        while not group.barrier.wait(0):
+            if not group.barrier.spin_before_sleep(lambda: False):
                 woken.wait(5)
                 woken.clear()
     return group.share(times)[0]  # type: ignore[no-any-return]

@@ -20,7 +20,7 @@ def time_exchange(group: RankGroup, exchange: Exchange, hidden_size: int) -> dic
     times: dict[int, tuple[float, float]] = {}
     for rows in ROWS:
         hidden = torch.randn(rows, hidden_size, device=group.device, dtype=torch.bfloat16)
-        parts = torch.randn(rows * group.size, hidden_size, device=group.device, dtype=torch.bfloat16)
+        parts = torch.randn(rows * group.world_size, hidden_size, device=group.device, dtype=torch.bfloat16)
         pair = [_us(group, partial(exchange.gather, hidden)), _us(group, partial(exchange.reduce, parts))]
         gather, reduce = (max(each) for each in zip(*group.share(pair), strict=True))
         times[rows] = gather, reduce
@@ -42,7 +42,7 @@ def _us(group: RankGroup, call: Callable[[], object]) -> float:
         run = graph.replay
     times = []
     for _ in range(_REPLAYS):
-        group.agree(1)
+        group.barrier.wait(1)
         started = time.perf_counter()
         run()
         if group.device.type == "cuda":

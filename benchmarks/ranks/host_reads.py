@@ -48,7 +48,7 @@ def time_host_reads(group: RankGroup) -> list[HostReadRates]:
 def _rates(group: RankGroup, read: Callable[[], object], num_bytes: int) -> tuple[float, float]:
     """GB/s of this rank alone, and with all others. read: queues a read of num_bytes."""
     alone = 0.0
-    for rank in range(group.size):
+    for rank in range(group.world_size):
         group.share(None)
         if rank == group.rank:
             alone = _gb_per_s(read, num_bytes)

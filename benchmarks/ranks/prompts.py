@@ -64,6 +64,7 @@ def _seconds(model: SparseModel, tokens: int, chunk: int, group: RankGroup | Non
     for _ in range(1 + _TIMED):  # the first one compiles
         job = PrefillJob(ids)
         prefill.add(job)
+        prefill.start_waiting()
         _finish(model.device)
         if group is not None:
             group.share(None)

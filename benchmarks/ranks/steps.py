@@ -61,7 +61,7 @@ def time_steps_of(group: RankGroup, exchange: Exchange, model: RankModel, contex
             for request_id in requests.ids:
                 runner.admit(request_id, [rng.randrange(spec.vocab_size)], [], GREEDY)
             _finish(device)
-            group.agree(batch)
+            group.barrier.wait(batch)
             started = time.perf_counter()
             step = launch(runner, requests.coordinator, requests.ids)
             _finish(device)
@@ -69,7 +69,7 @@ def time_steps_of(group: RankGroup, exchange: Exchange, model: RankModel, contex
             requests.coordinator.step_over(step.batch.places.number)
     medians = [statistics.median(times[name][_WARM_UP:]) for name in ("group", "alone")]
     group_ms, alone_ms = (max(each) for each in zip(*group.share(medians), strict=True))
-    works = work_of_step(model, batch, context, 0, group.size)
+    works = work_of_step(model, batch, context, 0, group.world_size)
     mixtures = sum(isinstance(layer.mlp, MixtureOfExperts) for layer in model.network.layers)
     requests.close()
     del runners, requests

@@ -106,6 +106,7 @@ def _prefill(prefill: ChunkedPrefill[PrefillJob], coordinator: HiSparseCoordinat
     """Compute the KV of these tokens and admit a request that has it."""
     job = PrefillJob(torch.tensor(token_ids))
     prefill.add(job)
+    prefill.start_waiting()
     while step := prefill.plan():
         prefill.compute(step)
         prefill.complete(step)

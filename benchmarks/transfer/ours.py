@@ -5,6 +5,7 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from benchmarks.transfer.pools import buffers_of, layout
 from control.messages import AttemptId, Destination, ModelIdentity, Peer
 from kvcache.host_pool import HostKVPool
 from kvcache.paged_pool import PagedKVPool
-from prefill_node.outgoing import Chunk, SendReport
+from prefill_node.orders import BlockToSend, TransferReport
+from prefill_node.outgoing import Chunk
 from prefill_node.plan import ChunkPart
 from prefill_node.progress import ForwardProgress
 from prefill_node.ring import SendBuffer, SendRings
@@ -124,6 +126,7 @@ class Ours:
         self.placement = placement
         self._case = case
         self._destination = destination
+        self._numbers = count(1)
         self._computed = ForwardProgress(torch.device("cpu"))
         for layer in range(case.layers):
             self._computed.layer_done(layer)
@@ -146,33 +149,33 @@ class Ours:
             sender.close()
 
     def _chunk(self, request: Request, start: int) -> Chunk:
-        return Chunk(
+        stop = min(start + CHUNK_TOKENS, self._case.tokens)
+        block = BlockToSend(
+            work=next(self._numbers),
             attempt=AttemptId(_TARGET.boot_id, "benchmark", 1),
-            start=start,
-            stop=min(start + CHUNK_TOKENS, self._case.tokens),
-            pages=request.pages,
-            slots=request.slots,
             decode=_TARGET,
             destination=self._destination,
-            progress=self._computed,
-            cancelled=lambda: False,
+            start=start,
+            stop=stop,
+            pages=request.pages,
+            slots=request.slots[start:stop],
         )
+        return Chunk(block, lambda: True, lambda report: None, self._computed)
 
 
 class _Timed:
     """A sender and its reports."""
 
     def __init__(self, reading: Reading, rings: SendRings, connect: Callable[[Destination], Channel]) -> None:
-        self._reports: queue.SimpleQueue[SendReport] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[TransferReport] = queue.SimpleQueue()
         resources = SendResources(reading=reading, rings=rings, connect=connect, silence=lambda _: 0.0)
-        self._sender = Sender(resources, self._reports.put)
+        self._sender = Sender(resources)
 
-    def send(self, chunks: Sequence[Chunk]) -> tuple[float, list[SendReport]]:
+    def send(self, chunks: Sequence[Chunk]) -> tuple[float, list[TransferReport]]:
         """Seconds from the first submission to the last report, and the reports. Raises MethodFailed."""
         started = time.perf_counter()
         for chunk in chunks:
-            self._sender.open(chunk.decode)
-            self._sender.submit(chunk)
+            self._sender.submit(replace(chunk, report=self._reports.put))
         try:
             sent = [self._reports.get(timeout=_TIMEOUT_S) for _ in chunks]
         except queue.Empty:

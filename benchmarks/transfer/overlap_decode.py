@@ -13,16 +13,15 @@ from benchmarks.transfer.overlap_model import spec
 from control.messages import ChunkDone, Generate, Message, Peer, PrefillDone
 from control.plane import ControlPlane
 from decode_node.attempt import ChunkNumber, chunk_of
-from decode_node.destination import destination_of
+from decode_node.pools import destination_of
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import Request, RequestState
-from decode_node.verifier import Digested, Verified, Verifier
+from decode_node.verifier import Task, Verification, Verifier
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.sizing import plan_sizes
 from hisparse.tiers import build_tiers
 from service.checkpoint import identity_of
-from transfer.fencing import ReservationTable
 from transfer.transports import Transports
 
 _PLENTY = 1 << 40
@@ -50,7 +49,7 @@ class DecodeSide:
     def __init__(self, host: str, transports: Transports, prefill: Peer, tokens: int) -> None:
         self._prefill = prefill
         self._tokens = tokens
-        self._inbox: queue.SimpleQueue[tuple[Peer, Message] | Verified | Digested] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Peer, Message] | Task] = queue.SimpleQueue()
         self._requests = 0
         self._at_end = ExitStack()
         self._coordinator = _tiers(tokens, transports.share_memory)
@@ -66,7 +65,8 @@ class DecodeSide:
         self._remote = RemotePrefill(
             self._control,
             destination,
-            ReservationTable(pool.release, pool.retain, transports.cut),
+            pool,
+            transports.cut,
             verifier.submit,
             Metrics(),
             patience=_TIMEOUT_S,
@@ -108,7 +108,7 @@ class DecodeSide:
             except queue.Empty:
                 continue
             match item:
-                case Verified():
+                case Verification():
                     self._remote.verified(item)
                 case (sender, message):
                     if isinstance(message, ChunkDone | PrefillDone):

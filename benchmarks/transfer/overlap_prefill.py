@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -16,15 +17,20 @@ from control.messages import Message, Peer
 from engine.chunked import ChunkedPrefill
 from kvcache.paged_pool import PagedKVPool
 from model.sparse_model import SparseModel
+from prefill_node.attempt import HeldAttempt
 from prefill_node.endpoint import PrefillEndpoint
 from prefill_node.fetcher import FetchResources
-from prefill_node.job import TransferJob
+from prefill_node.gathering import PrefixGather
 from prefill_node.landing import HostSink
-from prefill_node.model_engine import EngineParts, ModelEngine
 from prefill_node.offer import Offer
+from prefill_node.orders import Order, Report
+from prefill_node.planner import PrefillPlanner
 from prefill_node.ring import SendRings
 from prefill_node.sender import SendResources
 from prefill_node.source import HostSource, Reading
+from prefill_node.worker import PrefillWorker
+from ranks.executor import Executor, Reports
+from ranks.group import SingleRank
 from service.checkpoint import identity_of
 from service.config import NodeConfig
 from service.shell import NodeShell
@@ -59,39 +65,35 @@ def prefill_side(
         transports.register(pool.get_contiguous_buf_infos())
         at_end.callback(transports.unregister, pool.get_contiguous_buf_infos())
         model = SleepingModel()
-        prefill: ChunkedPrefill[TransferJob] = ChunkedPrefill(cast(SparseModel, model), pool, CHUNK_TOKENS)
+        prefill: ChunkedPrefill[HeldAttempt] = ChunkedPrefill(cast(SparseModel, model), pool, CHUNK_TOKENS)
         shape = spec(tokens)
         layers = [*pool.kv, *pool.index_keys]
-        engine = ModelEngine(
-            EngineParts(
-                prefill=prefill,
-                device=_CPU,
-                resources=SendResources(
-                    reading=Reading(
-                        source=HostSource(layers),
-                        layer_of_buffer=pool.layout.layer_of_buffer,
-                        page_size=PAGE_SIZE,
-                        checksums=checksums,
-                    ),
-                    rings=SendRings(pin=False, register=transports.register),
-                    connect=transports.connect,
-                    silence=shell.control.silence,
-                ),
-                fetching=FetchResources(
-                    connect=transports.connect_to_read,
-                    silence=shell.control.silence,
-                    new_sink=lambda: HostSink(layers),
-                    page_size=PAGE_SIZE,
-                ),
-                offer=Offer(identity_of(shape), transports.offered, max_tokens=tokens, vocab_size=shape.vocab_size),
-                metrics=shell.metrics,
-                wake=lambda: shell.inbox.put(None),
-                transfer_timeout=_TIMEOUT_S,
-                fetch_policy="never",
-            )
+        ranks = SingleRank(_CPU)
+        reports: Reports[Report] = Reports(lambda: shell.inbox.put(None))
+        worker = PrefillWorker(
+            cast(SparseModel, model),
+            pool,
+            SendResources(
+                reading=Reading(HostSource(layers), pool.layout.layer_of_buffer, PAGE_SIZE, checksums),
+                rings=SendRings(pin=False, register=transports.register),
+                connect=transports.connect,
+                silence=shell.control.silence,
+            ),
+            FetchResources(
+                connect=transports.connect_to_read,
+                silence=shell.control.silence,
+                new_sink=lambda: HostSink(layers),
+                page_size=PAGE_SIZE,
+            ),
+            PrefixGather(pool, 0, ranks.connect().gather),
+            ranks,
+            partial(reports.add, 0),
         )
-        at_end.callback(engine.close, timeout=_TIMEOUT_S)
-        endpoint = PrefillEndpoint(shell, engine)
+        executor: Executor[Order, Report] = Executor(ranks, worker, [], reports)
+        at_end.callback(executor.close, timeout=_TIMEOUT_S)
+        offer = Offer(identity_of(shape), transports.offered, max_tokens=tokens, vocab_size=shape.vocab_size)
+        planner = PrefillPlanner(prefill, executor, offer, shell.metrics, _TIMEOUT_S, "never")
+        endpoint = PrefillEndpoint(shell, planner, ranks)
         loop = threading.Thread(target=endpoint.run, name="prefill-node")
         shell.control.start()
         loop.start()

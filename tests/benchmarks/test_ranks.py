@@ -9,7 +9,7 @@ from benchmarks.decode.config import DecodeBench
 from benchmarks.ranks.agreement import time_agreement
 from benchmarks.ranks.prompts import time_prompt_of
 from benchmarks.ranks.steps import time_steps_of
-from ranks.rank_place import RankPlace
+from ranks.place import RankPlace
 from tests.benchmarks.test_decode import small
 from tests.ranks.ranks_harness import forked, join
 

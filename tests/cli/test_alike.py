@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-import decode_node.group
-import prefill_node.ranks.alike
+import decode_node.process
+import prefill_node.process
 from base.errors import StartupError
 from base.version import VERSION
 from decode_node.config import DecodeConfig
 from model.spec import ModelSpec
 from prefill_node.config import PrefillConfig
 from ranks.group import RankGroup
+from service.node_model import common_to_ranks
 from tests.decode_node.test_process import SPEC
 
 
@@ -36,11 +37,13 @@ Check = Callable[[RankGroup, ModelSpec], None]
 
 
 def decode(ranks: RankGroup, spec: ModelSpec) -> None:
-    decode_node.group.check_alike(ranks, DecodeConfig(model_path=Path(), ranks=2), spec)
+    config = DecodeConfig(model_path=Path(), ranks=2)
+    ranks.check_same_config({**common_to_ranks(ranks, config, spec), **decode_node.process.common_to_ranks(config)})
 
 
 def prefill(ranks: RankGroup, spec: ModelSpec) -> None:
-    prefill_node.ranks.alike.check_alike(ranks, PrefillConfig(model_path=Path(), ranks=2), spec)
+    config = PrefillConfig(model_path=Path(), ranks=2)
+    ranks.check_same_config({**common_to_ranks(ranks, config, spec), **prefill_node.process.common_to_ranks(config)})
 
 
 @pytest.mark.parametrize("check", [decode, prefill])

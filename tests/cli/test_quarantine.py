@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from fastapi import APIRouter
@@ -13,13 +14,11 @@ from base.metrics import Metrics
 from cli.main import main
 from cli.serve import free_port
 from control.messages import AttemptId, Peer
-from decode_node.loop_call import LoopCall
-from decode_node.quarantine import Quarantine, quarantine_router
+from decode_node.operator_api import LoopCall, quarantine_router
 from service.status import StatusServer, bind_http
-from tests.decode_node.fakes import nothing_lent
+from tests.decode_node.remote_world import RemoteWorld
 from tests.prefill_node.fakes import FakeControl
 from transfer.fencing import ReservationTable
-from transfer.incoming import IncomingCut
 
 WRITER = Peer(role="prefill", address="10.0.0.1:8011", boot_id="0123456789abcdef")
 
@@ -27,17 +26,14 @@ WRITER = Peer(role="prefill", address="10.0.0.1:8011", boot_id="0123456789abcdef
 @dataclass
 class Node:
     url: str
-    table: ReservationTable[AttemptId, Peer, str]
+    table: ReservationTable[AttemptId, Peer, Any]
     control: FakeControl
 
 
 @pytest.fixture
 def node() -> Iterator[Node]:
     """A decode node as far as the command sees it: HTTP, and a loop that owns the reservations."""
-    table: ReservationTable[AttemptId, Peer, str] = ReservationTable(
-        lambda _: None, lambda _: None, lambda: IncomingCut(())
-    )
-    control = FakeControl()
+    world = RemoteWorld()
     inbox: queue.SimpleQueue[LoopCall | None] = queue.SimpleQueue()
 
     def loop() -> None:
@@ -47,11 +43,10 @@ def node() -> Iterator[Node]:
     thread = threading.Thread(target=loop)
     thread.start()
     listener = bind_http("127.0.0.1", 0)
-    quarantine = Quarantine(table, control, nothing_lent(control))  # type: ignore[arg-type]
-    router = quarantine_router(quarantine, inbox.put)
+    router = quarantine_router(world.remote.quarantine, inbox.put)
     server = StatusServer(listener, APIRouter(), router, refused=Metrics().http_refused)
     server.start()
-    yield Node(f"http://127.0.0.1:{listener.getsockname()[1]}", table, control)
+    yield Node(f"http://127.0.0.1:{listener.getsockname()[1]}", world.table, world.control)
     server.stop()
     inbox.put(None)
     thread.join()

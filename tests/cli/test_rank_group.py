@@ -18,10 +18,10 @@ from cli.rank_group import plan_ranks, run_rank, supervise
 from cli.serve import Child
 from decode_node.config import DecodeConfig
 from prefill_node.config import PrefillConfig
-from ranks import hung_ranks
-from ranks.agreement import GroupFailed
-from ranks.group_table import GroupTable
-from ranks.rank_place import RankPlace, create_places
+from ranks import watchdog
+from ranks.barrier import GroupFailed
+from ranks.place import RankPlace, create_places
+from ranks.status import SharedStatus
 
 PLACES = create_places(3)
 
@@ -43,7 +43,7 @@ def test_each_rank_has_ports_and_a_device_of_its_own_and_the_same_flags_otherwis
         assert flag(child, "--max-running-requests") == "7"
         assert child.words.count("--gateway") == 2
         assert RankPlace.taken(dict(child.secrets)) == place
-        assert set(child.descriptors) == {place.table, place.store, *place.bells}
+        assert set(child.descriptors) == {place.status, place.store, *place.wakeup_fds}
 
 
 def test_ranks_of_a_prefill_node_have_lines_to_the_first_one() -> None:
@@ -119,7 +119,7 @@ def test_the_second_host_has_the_same_ports_and_devices_and_the_ranks_that_follo
 
 
 @pytest.fixture
-def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int, GroupTable]]]:
+def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int, SharedStatus]]]:
     """A function that supervises one rank for each Python program, and returns the exit code and the ranks' table."""
     start = subprocess.Popen
 
@@ -132,8 +132,8 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[
 
     def run(
         *programs: str, reports: dict[int, str] | None = None, code: int = 1, first: int = 0, step_timeout: float = 60
-    ) -> tuple[int, GroupTable]:
-        table = GroupTable(GroupTable.create(first + len(programs)), first + len(programs))
+    ) -> tuple[int, SharedStatus]:
+        table = SharedStatus(SharedStatus.create(first + len(programs)), first + len(programs))
         tables.append(table)
         for rank, text in (reports or {}).items():
             table.report(rank, text, code)
@@ -153,7 +153,7 @@ STUBBORN = f"{IGNORE}; {FOR_EVER}"
 
 
 def test_a_killed_rank_ends_the_others_within_three_seconds_and_is_named(
-    supervised: Callable[..., tuple[int, GroupTable]], capfd: pytest.CaptureFixture[str], tmp_path: Path
+    supervised: Callable[..., tuple[int, SharedStatus]], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """It is killed once the stubborn one ignores signals."""
     ignores, killed = tmp_path / "ignores", tmp_path / "killed"
@@ -172,7 +172,7 @@ os.kill(os.getpid(), 9)
 
 
 def test_a_rank_that_cannot_start_says_why_once(
-    supervised: Callable[..., tuple[int, GroupTable]], capfd: pytest.CaptureFixture[str]
+    supervised: Callable[..., tuple[int, SharedStatus]], capfd: pytest.CaptureFixture[str]
 ) -> None:
     why = "rank 1: cannot bind the HTTP port 127.0.0.1:8022"
     code, _ = supervised(FOR_EVER, "import sys; sys.exit(2)", reports={1: why}, code=2)
@@ -181,7 +181,7 @@ def test_a_rank_that_cannot_start_says_why_once(
 
 
 def test_of_several_that_ended_the_one_to_blame_is_named(
-    supervised: Callable[..., tuple[int, GroupTable]], capfd: pytest.CaptureFixture[str]
+    supervised: Callable[..., tuple[int, SharedStatus]], capfd: pytest.CaptureFixture[str]
 ) -> None:
     both = "import sys; sys.exit(1)"
     reports = {0: "rank 1 ended in step 7", 1: "rank 1 failed in step 7: out of memory"}
@@ -190,7 +190,7 @@ def test_of_several_that_ended_the_one_to_blame_is_named(
 
 
 def test_where_another_host_was_lost_its_rank_is_named_with_the_reason(
-    supervised: Callable[..., tuple[int, GroupTable]], capfd: pytest.CaptureFixture[str]
+    supervised: Callable[..., tuple[int, SharedStatus]], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """And not before the ranks of this host have ended, which may have reasons of their own."""
     lost = "rank 0 on host 0 was not heard for 30 s"
@@ -203,7 +203,7 @@ def test_where_another_host_was_lost_its_rank_is_named_with_the_reason(
 
 
 def test_a_rank_that_cannot_end_when_another_host_was_lost_is_stopped(
-    supervised: Callable[..., tuple[int, GroupTable]],
+    supervised: Callable[..., tuple[int, SharedStatus]],
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -215,7 +215,7 @@ def test_a_rank_that_cannot_end_when_another_host_was_lost_is_stopped(
 
 
 def test_a_rank_that_says_that_it_fails_and_cannot_end_is_killed(
-    supervised: Callable[..., tuple[int, GroupTable]], capfd: pytest.CaptureFixture[str]
+    supervised: Callable[..., tuple[int, SharedStatus]], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Its device may wait for another rank for ever."""
     since = time.monotonic()
@@ -225,7 +225,7 @@ def test_a_rank_that_says_that_it_fails_and_cannot_end_is_killed(
 
 
 def test_ranks_that_end_together_in_peace_are_no_failure(
-    supervised: Callable[..., tuple[int, GroupTable]],
+    supervised: Callable[..., tuple[int, SharedStatus]],
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -236,7 +236,7 @@ def test_ranks_that_end_together_in_peace_are_no_failure(
 
 
 def test_a_rank_that_stays_when_another_ended_in_peace_is_stopped(
-    supervised: Callable[..., tuple[int, GroupTable]],
+    supervised: Callable[..., tuple[int, SharedStatus]],
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -248,12 +248,12 @@ def test_a_rank_that_stays_when_another_ended_in_peace_is_stopped(
 
 
 def test_a_rank_that_hangs_while_nobody_waits_for_it_is_ended_and_named(
-    supervised: Callable[..., tuple[int, GroupTable]],
+    supervised: Callable[..., tuple[int, SharedStatus]],
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Stopped between two steps, say: it does not hear signals. Here it is alone on its host."""
-    monkeypatch.setattr(hung_ranks, "GRACE_S", 0.25)
+    monkeypatch.setattr(watchdog, "GRACE_S", 0.25)
     stopped = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
     assert supervised(stopped, first=1, step_timeout=0.25)[0] == 1
     said = capfd.readouterr().err
@@ -280,4 +280,4 @@ def test_a_rank_leaves_its_reason_for_who_supervises_it(
     with pytest.raises((typer.Exit, RuntimeError)) as ended:
         run_rank(DecodeConfig(model_path=Path("/m"), ranks=2), place)
     assert getattr(ended.value, "exit_code", 1) == code
-    assert GroupTable(place.table, 2).reported(1) == (text, code)
+    assert SharedStatus(place.status, 2).reported(1) == (text, code)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from control.messages import AttemptId, ChunkDone, PrefillDone
 from decode_node.attempt import AttemptState, ChunkNumber, PrefillAttempt
 from kvcache.extents import Extent, HostSlots
-from tests.decode_node.fakes import attempt_to_fill
+from tests.decode_node.remote_world import attempt_to_fill
 from transfer.memory import Checksum, Checksums
 
 TOKENS = 10
@@ -43,11 +43,11 @@ def test_it_is_verified_exactly_when_all_was_taken_and_all_of_that_holds(data: s
         if to_take and (not to_verify or data.draw(st.booleans())):
             part = to_take.pop(data.draw(st.integers(0, len(to_take) - 1)))
             assert not attempt.has(part)
-            assert attempt.contradiction(messages[part]) is None
+            assert attempt.rejection_reason(messages[part]) is None
             attempt.take(messages[part], 0.0)
             to_verify.append(part)
             assert attempt.has(part)
-            assert attempt.contradiction(messages[part]) is None, "said again"
+            assert attempt.rejection_reason(messages[part]) is None, "said again"
         else:
             attempt.verified(to_verify.pop(data.draw(st.integers(0, len(to_verify) - 1))))
     assert attempt.is_verified
@@ -68,17 +68,17 @@ def test_a_part_without_checksums_is_not_waited_for() -> None:
 
 def test_what_cannot_be_is_named() -> None:
     attempt = accepted_attempt()
-    assert attempt.contradiction(done(0, num_tokens=9)) == "prefill covered 9 tokens, not 10"
-    assert attempt.contradiction(done(9)) is None
-    assert attempt.contradiction(done(10)) == "10 chunks before the last one, in 10 tokens"
-    assert attempt.contradiction(chunk(8)) is None
-    assert attempt.contradiction(chunk(9)) == "chunk 9 landed, of 9 that there can be"
-    assert attempt.contradiction(chunk(2**62)) is not None, "which bounds what is remembered"
+    assert attempt.rejection_reason(done(0, num_tokens=9)) == "prefill covered 9 tokens, not 10"
+    assert attempt.rejection_reason(done(9)) is None
+    assert attempt.rejection_reason(done(10)) == "10 chunks before the last one, in 10 tokens"
+    assert attempt.rejection_reason(chunk(8)) is None
+    assert attempt.rejection_reason(chunk(9)) == "chunk 9 landed, of 9 that there can be"
+    assert attempt.rejection_reason(chunk(2**62)) is not None, "which bounds what is remembered"
     attempt.take(chunk(4), 0.0)
-    assert attempt.contradiction(done(4)) == "chunk 4 landed, of 4 that there can be"
+    assert attempt.rejection_reason(done(4)) == "chunk 4 landed, of 4 that there can be"
     attempt.take(done(5), 0.0)
-    assert attempt.contradiction(chunk(5)) == "chunk 5 landed, of 5 that there can be"
-    assert attempt.contradiction(chunk(3)) is None
+    assert attempt.rejection_reason(chunk(5)) == "chunk 5 landed, of 5 that there can be"
+    assert attempt.rejection_reason(chunk(3)) is None
 
 
 def test_what_was_never_taken_is_not_verified() -> None:
@@ -92,7 +92,7 @@ def test_what_was_never_taken_is_not_verified() -> None:
 def test_an_attempt_ends_once() -> None:
     attempt = accepted_attempt()
     attempt.take(done(0, checksums=NONE), 0.0)
-    attempt.move(AttemptState.LANDED)
+    attempt.move(AttemptState.LANDED, 0.0)
     for state in AttemptState:
         with pytest.raises(RuntimeError, match=f"is landed and cannot become {state.value}"):
-            attempt.move(state)
+            attempt.move(state, 0.0)

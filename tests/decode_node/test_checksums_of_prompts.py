@@ -3,28 +3,27 @@
 import pytest
 
 from control.messages import Abort, Admitted, Holding, NotHeld, PrefillAccepted, PrefillFailed, Quiesced
-from decode_node.health import SILENCE_S
+from decode_node.prefill_nodes import SILENCE_S
 from decode_node.request import RequestState
-from tests.decode_node.fakes import Lost
-from tests.decode_node.remote_harness import CHECKSUMS, FIRST, SECOND, SLOTS, Clock, Harness, Landed, R
+from tests.decode_node.remote_world import CHECKSUMS, FIRST, SECOND, SLOTS, Clock, Landed, Lost, R, RemoteWorld
 from transfer.checksum import Mismatch
 from transfer.fencing import DRAIN_GRACE_S
 from transfer.memory import Checksum
 
 
 @pytest.fixture
-def h(monkeypatch: pytest.MonkeyPatch) -> Harness:
-    return Harness(Clock(monkeypatch))
+def h(monkeypatch: pytest.MonkeyPatch) -> RemoteWorld:
+    return RemoteWorld(Clock(monkeypatch))
 
 
-def test_what_has_landed_is_not_lost_to_a_node_that_leaves_before_its_checksums_are_verified(h: Harness) -> None:
+def test_what_has_landed_is_not_lost_to_a_node_that_leaves_before_its_checksums_are_verified(h: RemoteWorld) -> None:
     h.dispatch()
     h.done(checksums=CHECKSUMS)
     assert h.take(FIRST, PrefillFailed(attempt=R, reason="stopping", leaving=True)) == []
     assert h.verified() == [Landed(h.request)]
 
 
-def test_nothing_lands_before_its_checksums_are_verified(h: Harness) -> None:
+def test_nothing_lands_before_its_checksums_are_verified(h: RemoteWorld) -> None:
     h.dispatch()
     assert h.done(checksums=CHECKSUMS) == []
     [waiting] = h.verifier.waiting
@@ -39,7 +38,7 @@ def test_nothing_lands_before_its_checksums_are_verified(h: Harness) -> None:
     assert h.remote.is_idle
 
 
-def test_what_has_landed_is_not_lost_to_a_node_that_fails_before_its_checksums_are_verified(h: Harness) -> None:
+def test_what_has_landed_is_not_lost_to_a_node_that_fails_before_its_checksums_are_verified(h: RemoteWorld) -> None:
     """It gave up on a decode node that was silent for a while, say. Nothing depends on it any more."""
     h.dispatch()
     h.done(checksums=CHECKSUMS)
@@ -50,7 +49,7 @@ def test_what_has_landed_is_not_lost_to_a_node_that_fails_before_its_checksums_a
     assert h.freed == []
 
 
-def test_only_the_node_that_was_asked_ends_an_attempt(h: Harness) -> None:
+def test_only_the_node_that_was_asked_ends_an_attempt(h: RemoteWorld) -> None:
     h.dispatch(FIRST)
     for message in (
         PrefillAccepted(attempt=R),
@@ -65,7 +64,7 @@ def test_only_the_node_that_was_asked_ends_an_attempt(h: Harness) -> None:
     assert len(h.done()) == 1
 
 
-def test_done_that_is_repeated_while_it_is_verified_is_verified_once(h: Harness) -> None:
+def test_done_that_is_repeated_while_it_is_verified_is_verified_once(h: RemoteWorld) -> None:
     h.dispatch()
     for _ in range(3):
         assert h.done(checksums=CHECKSUMS) == []
@@ -73,7 +72,7 @@ def test_done_that_is_repeated_while_it_is_verified_is_verified_once(h: Harness)
     assert len(h.verified()) == 1
 
 
-def test_a_mismatch_is_never_served_and_the_retry_goes_to_the_other_node_with_a_new_epoch(h: Harness) -> None:
+def test_a_mismatch_is_never_served_and_the_retry_goes_to_the_other_node_with_a_new_epoch(h: RemoteWorld) -> None:
     """vllm 44238, sglang 23020: corruption under concurrent transfers."""
     h.dispatch()
     h.done(checksums=CHECKSUMS)
@@ -83,7 +82,7 @@ def test_a_mismatch_is_never_served_and_the_retry_goes_to_the_other_node_with_a_
     assert h.request.host_slots is None
     assert h.control.take(Admitted) == []
     assert h.failures("checksum") == 1
-    assert h.remote.abandoned.num_slots == 3
+    assert h.remote.quarantine.num_slots == 3
     assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
     assert h.remote.nodes.choose(h.request) == SECOND
     h.dispatch(SECOND)
@@ -92,7 +91,7 @@ def test_a_mismatch_is_never_served_and_the_retry_goes_to_the_other_node_with_a_
     assert h.freed == [SLOTS]
 
 
-def test_what_cannot_be_verified_is_not_served_either(h: Harness) -> None:
+def test_what_cannot_be_verified_is_not_served_either(h: RemoteWorld) -> None:
     h.dispatch()
     h.done(checksums=CHECKSUMS)
     [lost] = h.verified(error="out of memory")
@@ -101,7 +100,7 @@ def test_what_cannot_be_verified_is_not_served_either(h: Harness) -> None:
     assert h.failures("checksum") == 0
 
 
-def test_the_result_for_a_request_that_was_given_up_meanwhile_is_dropped(h: Harness) -> None:
+def test_the_result_for_a_request_that_was_given_up_meanwhile_is_dropped(h: RemoteWorld) -> None:
     """sglang PRs 24580, 31357: the slots are the next one's by now."""
     h.dispatch()
     h.done(checksums=CHECKSUMS)
@@ -114,7 +113,7 @@ def test_the_result_for_a_request_that_was_given_up_meanwhile_is_dropped(h: Harn
     assert h.remote.is_idle
 
 
-def test_when_the_verifier_is_busy_the_repeated_message_is_offered_again(h: Harness) -> None:
+def test_when_the_verifier_is_busy_the_repeated_message_is_offered_again(h: RemoteWorld) -> None:
     h.verifier.room = 0
     h.dispatch()
     assert h.done(checksums=CHECKSUMS) == []
@@ -123,7 +122,7 @@ def test_when_the_verifier_is_busy_the_repeated_message_is_offered_again(h: Harn
     assert len(h.verified()) == 1
 
 
-def test_a_node_that_dies_after_its_last_write_costs_nothing(h: Harness) -> None:
+def test_a_node_that_dies_after_its_last_write_costs_nothing(h: RemoteWorld) -> None:
     """Everything landed before it said so; only the checksums are left to be looked at."""
     h.dispatch()
     h.done(checksums=CHECKSUMS)
@@ -140,7 +139,7 @@ def test_a_node_that_dies_after_its_last_write_costs_nothing(h: Harness) -> None
     assert h.freed == [], "the slots went on with the request"
 
 
-def test_a_mismatch_after_the_writers_death_is_free_after_the_grace(h: Harness) -> None:
+def test_a_mismatch_after_the_writers_death_is_free_after_the_grace(h: RemoteWorld) -> None:
     h.dispatch()
     h.done(checksums=CHECKSUMS)
     h.clock.now += 1
@@ -154,7 +153,7 @@ def test_a_mismatch_after_the_writers_death_is_free_after_the_grace(h: Harness) 
     assert h.freed == [SLOTS]
 
 
-def test_done_by_a_node_that_was_not_asked_lands_nothing(h: Harness) -> None:
+def test_done_by_a_node_that_was_not_asked_lands_nothing(h: RemoteWorld) -> None:
     h.dispatch(FIRST)
     assert h.done(node=SECOND) == []
     assert h.request.state is RequestState.PREFILLING

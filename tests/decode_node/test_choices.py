@@ -8,9 +8,7 @@ import pytest
 from control.messages import PrefillDone, PrefillFailed, PrefillRequest, Sampling
 from control.prompt_logprobs import PromptLogprobs
 from decode_node.request import RequestState
-from tests.decode_node.caching import Caching, prompt
-from tests.decode_node.fakes import GATEWAY
-from tests.decode_node.scheduler_harness import PREFILL, Harness
+from tests.decode_node.world import GATEWAY, PREFILL, Caching, World, prompt
 
 NAMES = "abcd"
 
@@ -19,7 +17,7 @@ def sampling(name: str) -> Sampling:
     return Sampling(temperature=8, seed=ord(name))
 
 
-def ask(h: Harness, tokens: tuple[int, ...], answer: int = 40) -> None:
+def ask(h: World, tokens: tuple[int, ...], answer: int = 40) -> None:
     for name in NAMES:
         h.ask(name, prompt=tokens, tokens=answer, group="g", sampling=sampling(name))
 
@@ -29,7 +27,7 @@ def alone(tokens: tuple[int, ...], answer: int = 40) -> dict[str, list[int]]:
     """The answers of requests that have the node for themselves."""
     answers = {}
     for name in NAMES:
-        h = Harness()
+        h = World()
         h.ask(name, prompt=tokens, tokens=answer, sampling=sampling(name))
         h.run()
         answers |= h.answers
@@ -37,13 +35,13 @@ def alone(tokens: tuple[int, ...], answer: int = 40) -> dict[str, list[int]]:
     return answers
 
 
-def prefills(h: Harness) -> list[PrefillRequest]:
+def prefills(h: World) -> list[PrefillRequest]:
     return [message for _, message in h.control.repeated.values() if isinstance(message, PrefillRequest)]
 
 
-@pytest.mark.parametrize("harness", [Harness, Caching])
+@pytest.mark.parametrize("harness", [World, Caching])
 @pytest.mark.parametrize("length", [1, 2, 64, 65, 66, 200])
-def test_a_prompt_is_prefilled_once_and_shared_but_for_its_last_token(length: int, harness: type[Harness]) -> None:
+def test_a_prompt_is_prefilled_once_and_shared_but_for_its_last_token(length: int, harness: type[World]) -> None:
     h, tokens = harness(), prompt(length)
     ask(h, tokens)
     h.turn()
@@ -82,8 +80,8 @@ def test_the_next_choice_is_prefilled_if_the_first_one_loses_its_attempt_or_leav
     assert h.ended["a"] == "abort"
 
 
-@pytest.mark.parametrize("harness", [Harness, Caching])
-def test_choices_give_way_and_come_back_with_the_same_answers(harness: type[Harness]) -> None:
+@pytest.mark.parametrize("harness", [World, Caching])
+def test_choices_give_way_and_come_back_with_the_same_answers(harness: type[World]) -> None:
     """There are too few host slots, so some are dropped and prefilled again."""
     tokens = prompt(100)
     h = harness(host_slots=100 + 3 * 64)

@@ -5,10 +5,9 @@ import itertools
 import pytest
 
 from control.messages import Abort, Admitted, Holding, NotHeld, PrefillFailed
-from decode_node.health import SILENCE_S
+from decode_node.prefill_nodes import SILENCE_S
 from decode_node.request import RequestState
-from tests.decode_node.fakes import Lost
-from tests.decode_node.remote_harness import (
+from tests.decode_node.remote_world import (
     CHECKSUMS,
     CHUNK_CHECKSUMS,
     FIRST,
@@ -16,20 +15,21 @@ from tests.decode_node.remote_harness import (
     SECOND,
     SLOTS,
     Clock,
-    Harness,
     Landed,
+    Lost,
     R,
+    RemoteWorld,
 )
 from transfer.checksum import Mismatch
 from transfer.memory import Checksum
 
 
 @pytest.fixture
-def h(monkeypatch: pytest.MonkeyPatch) -> Harness:
-    return Harness(Clock(monkeypatch))
+def h(monkeypatch: pytest.MonkeyPatch) -> RemoteWorld:
+    return RemoteWorld(Clock(monkeypatch))
 
 
-def test_a_chunk_is_verified_before_the_last_has_landed(h: Harness) -> None:
+def test_a_chunk_is_verified_before_the_last_has_landed(h: RemoteWorld) -> None:
     h.dispatch()
     assert h.chunk(0) == []
     [waiting] = h.verifier.waiting
@@ -48,7 +48,7 @@ def test_a_chunk_is_verified_before_the_last_has_landed(h: Harness) -> None:
 @pytest.mark.parametrize("order", [*itertools.permutations(("first", "second", "done"))])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_prompt_lands_when_all_of_it_is_said_and_verified_in_whatever_order(
-    h: Harness, order: tuple[str, ...], at_once: bool
+    h: RemoteWorld, order: tuple[str, ...], at_once: bool
 ) -> None:
     """Verified as it comes, or all of it behind the last message; and everything is said twice."""
     say = {
@@ -73,14 +73,14 @@ def test_a_prompt_lands_when_all_of_it_is_said_and_verified_in_whatever_order(
     assert h.request.host_slots == SLOTS
 
 
-def test_a_mismatch_in_an_early_chunk_fails_the_attempt_at_once(h: Harness) -> None:
+def test_a_mismatch_in_an_early_chunk_fails_the_attempt_at_once(h: RemoteWorld) -> None:
     h.dispatch()
     h.chunk(0)
     h.chunk(1)
     [lost] = h.verified(Mismatch(Checksum(0, 0, 1, 13), 14, ((0x1000, 16),)))
-    assert lost == Lost(h.request, "1 of 2 checksums do not match")
+    assert lost == Lost(h.request, "1 of 1 checksums do not match")
     assert h.failures("checksum") == 1
-    assert h.remote.abandoned.num_slots == 3
+    assert h.remote.quarantine.num_slots == 3
     assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
     assert h.remote.nodes.choose(h.request) == SECOND
     h.taken()
@@ -96,7 +96,7 @@ def test_a_mismatch_in_an_early_chunk_fails_the_attempt_at_once(h: Harness) -> N
     assert (h.request.state, h.failures("checksum")) == (RequestState.PREFILLING, 1)
 
 
-def test_a_chunk_that_cannot_be_verified_fails_the_attempt(h: Harness) -> None:
+def test_a_chunk_that_cannot_be_verified_fails_the_attempt(h: RemoteWorld) -> None:
     h.dispatch()
     h.chunk(0)
     assert h.verified(error="out of memory") == [
@@ -105,7 +105,7 @@ def test_a_chunk_that_cannot_be_verified_fails_the_attempt(h: Harness) -> None:
     assert h.failures("verification") == 1
 
 
-def test_a_chunk_of_an_old_epoch_says_nothing_of_the_new_one(h: Harness) -> None:
+def test_a_chunk_of_an_old_epoch_says_nothing_of_the_new_one(h: RemoteWorld) -> None:
     h.dispatch()
     h.take(FIRST, PrefillFailed(attempt=R, reason="write failed"))
     h.dispatch()
@@ -118,7 +118,7 @@ def test_a_chunk_of_an_old_epoch_says_nothing_of_the_new_one(h: Harness) -> None
     assert h.verified() == [Landed(h.request)]
 
 
-def test_a_chunk_that_comes_when_the_prompt_has_landed_is_answered(h: Harness) -> None:
+def test_a_chunk_that_comes_when_the_prompt_has_landed_is_answered(h: RemoteWorld) -> None:
     """Its answer was lost, and the node has not heard Admitted yet."""
     h.dispatch()
     h.chunk(0)
@@ -130,14 +130,14 @@ def test_a_chunk_that_comes_when_the_prompt_has_landed_is_answered(h: Harness) -
     assert h.verifier.waiting == []
 
 
-def test_a_chunk_by_a_node_that_was_not_asked_is_not_taken(h: Harness) -> None:
+def test_a_chunk_by_a_node_that_was_not_asked_is_not_taken(h: RemoteWorld) -> None:
     h.dispatch(FIRST)
     assert h.chunk(0, node=SECOND) == []
     assert h.verifier.waiting == []
     assert h.taken() == []
 
 
-def test_when_the_verifier_is_busy_a_chunk_is_not_answered_and_offered_again(h: Harness) -> None:
+def test_when_the_verifier_is_busy_a_chunk_is_not_answered_and_offered_again(h: RemoteWorld) -> None:
     h.verifier.room = 1
     h.dispatch()
     h.chunk(0)
@@ -150,7 +150,7 @@ def test_when_the_verifier_is_busy_a_chunk_is_not_answered_and_offered_again(h: 
     assert h.verified() == [Landed(h.request)]
 
 
-def test_a_prompt_whose_chunk_was_lost_waits_for_its_repeat(h: Harness) -> None:
+def test_a_prompt_whose_chunk_was_lost_waits_for_its_repeat(h: RemoteWorld) -> None:
     h.dispatch()
     h.accepted()
     h.progress(computed=3)
@@ -166,7 +166,7 @@ def test_a_prompt_whose_chunk_was_lost_waits_for_its_repeat(h: Harness) -> None:
     assert h.verified() == [Landed(h.request)]
 
 
-def test_a_chunk_that_a_living_node_never_speaks_of_is_not_waited_for_for_ever(h: Harness) -> None:
+def test_a_chunk_that_a_living_node_never_speaks_of_is_not_waited_for_for_ever(h: RemoteWorld) -> None:
     """It says that everything landed, and repeats that it holds the request, but not what was in one chunk."""
     h.dispatch()
     h.accepted()
@@ -179,11 +179,11 @@ def test_a_chunk_that_a_living_node_never_speaks_of_is_not_waited_for_for_ever(h
     [lost] = h.wait(2)
     assert isinstance(lost, Lost)
     assert lost.reason == "prefill node 127.0.0.1:2 has made no progress for 60 s"
-    assert h.remote.abandoned.num_slots == 3
+    assert h.remote.quarantine.num_slots == 3
 
 
 @pytest.mark.parametrize("end", ["silent", "restarted", "not held", "failed", "leaving"])
-def test_a_prompt_whose_chunk_was_lost_with_its_node_is_lost(h: Harness, end: str) -> None:
+def test_a_prompt_whose_chunk_was_lost_with_its_node_is_lost(h: RemoteWorld, end: str) -> None:
     """That all has landed was said, but not with which checksums."""
     h.dispatch()
     h.accepted()
@@ -208,7 +208,7 @@ def test_a_prompt_whose_chunk_was_lost_with_its_node_is_lost(h: Harness, end: st
     assert h.freed == ([] if end in ("silent", "restarted") else [SLOTS])
 
 
-def test_a_node_that_dies_when_it_has_said_everything_costs_nothing_though_nothing_is_verified(h: Harness) -> None:
+def test_a_node_that_dies_when_it_has_said_everything_costs_nothing_though_nothing_is_verified(h: RemoteWorld) -> None:
     h.dispatch()
     h.chunk(0)
     h.done(chunks=1, checksums=CHECKSUMS)
@@ -218,7 +218,7 @@ def test_a_node_that_dies_when_it_has_said_everything_costs_nothing_though_nothi
     assert h.verified() == [Landed(h.request)]
 
 
-def test_a_node_that_contradicts_itself_is_not_served(h: Harness) -> None:
+def test_a_node_that_contradicts_itself_is_not_served(h: RemoteWorld) -> None:
     h.dispatch()
     h.chunk(1)
     [lost] = h.done(chunks=1)

@@ -8,17 +8,16 @@ import torch
 
 from control.messages import AttemptId, Outputs, PrefillDone, Quiesced, Sampling
 from decode_node.request import RequestState
-from decode_node.verifier import Verified
+from decode_node.verifier import Verification
 from engine.device import DeviceFailed
-from tests.decode_node.fakes import GATEWAY
-from tests.decode_node.scheduler_harness import HOT, PREFILL, Harness, counted
+from tests.decode_node.world import GATEWAY, HOT, PREFILL, World, counted
 from transfer.checksum import Mismatch
 from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S
 from transfer.memory import Checksum, Checksums
 
 
 def test_nothing_that_may_be_drawn_ends_a_request_with_an_error() -> None:
-    h = Harness()
+    h = World()
     h.ask("a", sampling=Sampling(allowed_token_ids=(5,), bad_words=((5,),)))
     h.ask("b", tokens=4)
     h.run()
@@ -27,7 +26,7 @@ def test_nothing_that_may_be_drawn_ends_a_request_with_an_error() -> None:
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 5])
 def test_a_request_can_be_cancelled_in_any_state(turns: int) -> None:
-    h = Harness()
+    h = World()
     h.ask("a", tokens=50)
     h.ask("b", tokens=10)
     for _ in range(turns):
@@ -38,18 +37,18 @@ def test_a_request_can_be_cancelled_in_any_state(turns: int) -> None:
 
 
 def test_a_request_that_waits_for_a_prefill_node_can_be_cancelled_and_its_slots_stay_fenced() -> None:
-    h = Harness()
+    h = World()
     h.ask("a")
     h.scheduler.turn()
     assert h.state("a") is RequestState.PREFILLING
     h.scheduler.cancel("a", GATEWAY)
-    assert h.remote.abandoned.num_slots == 2
+    assert h.remote.quarantine.num_slots == 2
     assert h.coordinator.host.used == 2
 
 
 def test_a_late_write_after_an_abort_hits_nobody() -> None:
     """sglang PRs 24580, 31357: a write that arrived after the abort corrupted another request."""
-    h = Harness(host_slots=200, quiet=False)
+    h = World(host_slots=200, quiet=False)
     h.ask("aborted", tokens=50)
     h.scheduler.turn()
     [reservation] = h.table
@@ -76,7 +75,7 @@ def test_a_late_write_after_an_abort_hits_nobody() -> None:
 
 def test_a_copy_that_was_cut_and_arrives_after_its_request_has_ended_hits_nobody() -> None:
     """A batch was cut and posted again. Its first copy came when the slots had been given to the next request."""
-    h = Harness()
+    h = World()
     h.lingering = True
     h.ask("r", tokens=4)
     h.turn()
@@ -99,27 +98,27 @@ def test_a_copy_that_was_cut_and_arrives_after_its_request_has_ended_hits_nobody
 
 
 def test_cancelling_what_is_unknown_is_answered() -> None:
-    h = Harness()
+    h = World()
     h.scheduler.cancel("never heard of", GATEWAY)
     h.turn()
     assert h.ended == {"never heard of": "abort"}
 
 
 def test_too_many_lost_prefills_are_an_error() -> None:
-    h = Harness(retries=1)
+    h = World(retries=1)
     h.ask("a")
     request = h.scheduler.requests["a"]
     for _ in range(2):
         request.again_at = 0.0
         h.scheduler.turn()
-        h.remote._lose(request.attempt("decode"), "the node went away")
+        h.remote._lose(h.remote._attempts[request.attempt("decode")], "the node went away")
     h.turn()
     assert h.ended == {"a": "error"}
 
 
 def test_the_end_of_a_request_is_said_until_its_gateway_has_heard_it() -> None:
     """Were it lost, the client would hang until --request-timeout."""
-    h = Harness()
+    h = World()
     h.ask("a", tokens=3)
     while h.scheduler.requests:
         h.land()
@@ -136,7 +135,7 @@ def test_the_end_of_a_request_is_said_until_its_gateway_has_heard_it() -> None:
 
 def test_a_mismatch_is_never_served() -> None:
     """Not even one token of it; with no attempts left the client gets an error."""
-    h = Harness(retries=1, verify=lambda _: True)
+    h = World(retries=1, verify=lambda _: True)
     h.ask("a")
     for epoch in (1, 2):
         h.scheduler.requests["a"].again_at = 0.0
@@ -147,7 +146,7 @@ def test_a_mismatch_is_never_served() -> None:
         h.remote.take(PREFILL, done)
         h.scheduler.turn()
         assert h.state("a") is RequestState.PREFILLING
-        verified = Verified(attempt, None, 1, (Mismatch(Checksum(0, 0, 2, 1), 2),))
+        verified = Verification(h.remote._attempts[attempt], None, checksums, (Mismatch(Checksum(0, 0, 2, 1), 2),))
         h.remote.verified(verified)
         h.remote.take(PREFILL, Quiesced(attempt=attempt))
     h.turn()
@@ -158,7 +157,7 @@ def test_a_mismatch_is_never_served() -> None:
 
 def test_logits_that_are_not_finite_end_their_request_alone() -> None:
     """Also where the client wants log-probabilities, and whatever way it wants its tokens picked."""
-    h = Harness()
+    h = World()
     h.model.overflows_after = 42
     sampling = [Sampling(temperature=0), Sampling(temperature=1, top_k=1), Sampling(temperature=0, top_logprobs=3)]
     for number, each in enumerate(sampling):
@@ -172,7 +171,7 @@ def test_logits_that_are_not_finite_end_their_request_alone() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_changed_logits_that_overflow_end_their_request_alone(temperature: float) -> None:
-    h = Harness()
+    h = World()
     h.model.scale = 1e37
     h.ask("hostile", prompt=(2, 1), sampling=Sampling(temperature=temperature, repetition_penalty=0.01))
     honest = [Sampling(temperature=0), Sampling(seed=3), Sampling(temperature=0, frequency_penalty=1.5)]
@@ -187,7 +186,7 @@ def test_changed_logits_that_overflow_end_their_request_alone(temperature: float
 
 
 def test_a_step_that_fails_ends_its_requests_and_leaks_nothing() -> None:
-    h = Harness()
+    h = World()
     h.ask("a", tokens=50)
     for _ in range(3):
         h.turn()
@@ -202,7 +201,7 @@ def test_a_step_that_fails_ends_its_requests_and_leaks_nothing() -> None:
 
 
 def test_a_prompt_that_cannot_be_copied_to_the_host_ends_its_request_alone() -> None:
-    h = Harness()
+    h = World()
     h.ask("staged")
     h.ask("other")
     request = h.scheduler.requests["staged"]
@@ -224,7 +223,7 @@ def test_a_prompt_that_cannot_be_copied_to_the_host_ends_its_request_alone() -> 
 def test_a_device_that_is_lost_ends_the_node_and_not_one_request_after_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    h = Harness()
+    h = World()
     h.ask("a", tokens=50)
     h.ask("waits", tokens=50)
     for _ in range(3):
@@ -237,7 +236,7 @@ def test_a_device_that_is_lost_ends_the_node_and_not_one_request_after_the_other
     h.model.error = RuntimeError("an illegal memory access was encountered")
     with pytest.raises(DeviceFailed) as failure:
         h.turn()
-    h.scheduler.fail_all(str(failure.value))
+    h.scheduler.end_streams("error", str(failure.value))
     ends = {output.request_id: output.error for output in h.control.outputs() if output.finish_reason == "error"}
     assert ends == dict.fromkeys(("a", "waits"), str(failure.value))
 
@@ -245,7 +244,7 @@ def test_a_device_that_is_lost_ends_the_node_and_not_one_request_after_the_other
 @pytest.mark.parametrize("turns", range(1, 12))
 def test_whatever_a_step_in_flight_meets_nothing_is_lost_repeated_or_left_behind(turns: int) -> None:
     """A cancellation, a retraction and a step that fails, at every turn of the requests' lives."""
-    h = Harness(device_slots=HOT + 1 + 4, host_slots=200)
+    h = World(device_slots=HOT + 1 + 4, host_slots=200)
     for name in "abc":
         h.ask(name, prompt=(10, 11), tokens=20)
     h.ask("stops", prompt=(10,), tokens=20, stop_token_ids=(13,))

@@ -1,48 +1,22 @@
 """A prefill node that fails at everything fails fast, and has the shortest queue: it must not draw all requests."""
 
-import time
-
 import pytest
 
-from base.metrics import Metrics
-from control.messages import AttemptId, Generate, Peer, PrefillDone, PrefillFailed
-from decode_node.health import FAILURES, TRIAL_AFTER_S
-from decode_node.remote_prefill import RemotePrefill
+from control.messages import Generate, Peer, PrefillDone, PrefillFailed
+from decode_node.prefill_nodes import FAILURES, TRIAL_AFTER_S
 from decode_node.request import Request, RequestState
-from kvcache.extents import Extent, HostSlots
-from tests.decode_node.fakes import GATEWAY, HeldVerifier, destination
-from tests.prefill_node.fakes import FakeControl
-from transfer.fencing import ReservationTable
-from transfer.incoming import IncomingCut
+from tests.decode_node.remote_world import FIRST, SECOND, SLOTS, Clock, RemoteWorld
+from tests.decode_node.world import GATEWAY
 
-BROKEN = Peer(role="prefill", address="127.0.0.1:2", boot_id="broken")
-OTHER = Peer(role="prefill", address="127.0.0.1:3", boot_id="other")
-SLOTS = HostSlots((Extent(0, 3),))
+BROKEN, OTHER = FIRST, SECOND
 
 
-class Node:
+class Node(RemoteWorld):
     """A decode node's remote prefills. The gateway always names the broken node first."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = time.monotonic()
-        monkeypatch.setattr("decode_node.remote_prefill.time.monotonic", lambda: self.now)
-        table: ReservationTable[AttemptId, Peer, HostSlots] = ReservationTable(
-            lambda slots: None, lambda slots: None, lambda: IncomingCut(())
-        )
-        self.remote = RemotePrefill(
-            FakeControl(),  # type: ignore[arg-type]
-            destination(num_slots=100),
-            table,
-            HeldVerifier().submit,
-            Metrics(),
-            patience=60.0,
-            on_lost=lambda request, reason: self.lost.append(request),
-        )
-        self.asked = 0
-        self.lost: list[Request] = []
+    asked = 0
 
-    def request(self) -> Request:
-        """A new one."""
+    def new_request(self) -> Request:
         self.asked += 1
         prompt = tuple(range(1, 5))
         generate = Generate(
@@ -52,7 +26,7 @@ class Node:
 
     def ask(self, request: Request | None = None) -> tuple[Request, Peer]:
         """Have a request prefilled by the node that is chosen for it."""
-        request = request or self.request()
+        request = request or self.new_request()
         node = self.remote.nodes.choose(request)
         assert node is not None
         self.remote.dispatch(request, node, SLOTS)
@@ -61,7 +35,7 @@ class Node:
     def fail(self, request: Request, node: Peer, **fields: bool) -> None:
         attempt = request.attempt(self.remote._control.me.boot_id)
         self.remote.take(node, PrefillFailed(attempt=attempt, reason="no device", **fields))
-        assert self.lost.pop() is request
+        assert self.lost.pop().request is request
 
     def land(self, request: Request, node: Peer) -> None:
         attempt = request.attempt(self.remote._control.me.boot_id)
@@ -77,7 +51,7 @@ class Node:
 
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> Node:
-    return Node(monkeypatch)
+    return Node(Clock(monkeypatch))
 
 
 def test_a_node_that_failed_three_different_requests_in_a_row_is_passed_over(node: Node) -> None:
@@ -112,9 +86,9 @@ def test_a_success_in_between_begins_the_count_anew(node: Node) -> None:
 
 def test_after_ten_seconds_it_gets_one_request_and_after_a_success_all_of_them(node: Node) -> None:
     node.fail_so_often(FAILURES)
-    node.now += TRIAL_AFTER_S - 0.1
+    node.clock.now += TRIAL_AFTER_S - 0.1
     assert node.ask()[1] == OTHER
-    node.now += 0.1
+    node.clock.now += 0.1
     trial, asked = node.ask()
     assert asked == BROKEN
     assert [node.ask()[1] for _ in range(3)] == [OTHER] * 3, "the others wait for how the trial ends"
@@ -124,18 +98,18 @@ def test_after_ten_seconds_it_gets_one_request_and_after_a_success_all_of_them(n
 
 def test_after_a_trial_that_failed_it_waits_for_ten_seconds_more(node: Node) -> None:
     node.fail_so_often(FAILURES)
-    node.now += TRIAL_AFTER_S
+    node.clock.now += TRIAL_AFTER_S
     trial, asked = node.ask()
     assert asked == BROKEN
     node.fail(trial, asked)
     assert node.ask()[1] == OTHER
-    node.now += TRIAL_AFTER_S
+    node.clock.now += TRIAL_AFTER_S
     assert node.ask()[1] == BROKEN
 
 
 def test_a_trial_that_is_given_up_is_not_waited_for(node: Node) -> None:
     node.fail_so_often(FAILURES)
-    node.now += TRIAL_AFTER_S
+    node.clock.now += TRIAL_AFTER_S
     trial, asked = node.ask()
     assert asked == BROKEN
     node.remote.abandon(trial)

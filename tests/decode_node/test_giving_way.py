@@ -4,12 +4,11 @@ import pytest
 
 from control.messages import Sampling
 from decode_node.request import RequestState
-from tests.decode_node.fakes import GATEWAY
-from tests.decode_node.scheduler_harness import HOT, Harness, counted
+from tests.decode_node.world import GATEWAY, HOT, World, counted
 
 
 def test_of_two_priorities_the_higher_gives_its_device_slots_up() -> None:
-    h = Harness(device_slots=HOT + 1 + 2)
+    h = World(device_slots=HOT + 1 + 2)
     for name, priority in (("later", 1), ("sooner", 0)):
         h.ask(name, prompt=(10,), tokens=30, priority=priority)
     h.run()
@@ -20,7 +19,7 @@ def test_of_two_priorities_the_higher_gives_its_device_slots_up() -> None:
 
 def test_what_changes_logits_is_the_same_after_a_retraction() -> None:
     def answers(device_slots: int) -> dict[str, list[int]]:
-        h = Harness(device_slots=device_slots)
+        h = World(device_slots=device_slots)
         for seed, name in enumerate("abcd"):
             changes = Sampling(seed=seed, temperature=8, frequency_penalty=1.5, repetition_penalty=1.4, min_p=0.01)
             h.ask(name, prompt=(10, 11), tokens=30, sampling=changes)
@@ -33,7 +32,7 @@ def test_what_changes_logits_is_the_same_after_a_retraction() -> None:
 
 def test_when_device_slots_run_out_the_youngest_gives_way_and_resumes_exactly() -> None:
     """Nine device slots: two requests with one slot each are admitted, and each grows to five."""
-    h = Harness(device_slots=HOT + 1 + 2)
+    h = World(device_slots=HOT + 1 + 2)
     for name in "abcd":
         h.ask(name, prompt=(10,), tokens=30)
     h.run()
@@ -41,7 +40,7 @@ def test_when_device_slots_run_out_the_youngest_gives_way_and_resumes_exactly() 
 
 
 def test_when_host_slots_run_out_the_youngest_is_prefilled_again_with_what_it_has_emitted() -> None:
-    h = Harness(host_slots=130)
+    h = World(host_slots=130)
     for name in "abc":
         h.ask(name, prompt=tuple(range(1, 21)), tokens=100)
     h.run()
@@ -50,7 +49,7 @@ def test_when_host_slots_run_out_the_youngest_is_prefilled_again_with_what_it_ha
 
 
 def test_the_oldest_is_never_the_one_that_gives_way() -> None:
-    h = Harness(host_slots=130)
+    h = World(host_slots=130)
     for name in "abc":
         h.ask(name, prompt=tuple(range(1, 21)), tokens=100)
     ended: list[str] = []
@@ -64,14 +63,14 @@ def test_the_oldest_is_never_the_one_that_gives_way() -> None:
 
 def test_an_older_request_keeps_its_kv_when_host_slots_run_out_and_a_younger_one_is_being_prefilled() -> None:
     """1,000 slots: A runs with 564, B's prompt of 370 is on its way, and A's growth finds nothing left."""
-    h = Harness(slow={"b"}, quiet=False)
+    h = World(slow={"b"}, quiet=False)
     prompt_a, prompt_b = (1,) * 565, (2,) * 371
     h.ask("a", prompt=prompt_a, tokens=300)
     h.ask("b", prompt=prompt_b, tokens=5)
     for _ in range(200):
         h.turn()
     assert h.state("b") is RequestState.WAITING, "its attempt was given up"
-    assert h.remote.abandoned.num_slots == 370
+    assert h.remote.quarantine.num_slots == 370
     assert h.state("a") is RequestState.RUNNING
     assert h.scheduler.requests["a"].epoch == 1, "it was never prefilled again"
     got = len(h.answers["a"])
@@ -89,7 +88,7 @@ def test_an_older_request_keeps_its_kv_when_host_slots_run_out_and_a_younger_one
 
 def test_requests_that_grow_at_the_same_time_lose_no_more_than_they_need() -> None:
     """Three equal ones fill the pool and lack 64 slots each: one gives 128 up, which are enough for the others."""
-    h = Harness(host_slots=384)
+    h = World(host_slots=384)
     for name in "abc":
         h.ask(name, prompt=(1,) * 65, tokens=100)
     while not h.metrics.retractions.labels("host")._value.get():
@@ -109,7 +108,7 @@ def test_of_those_that_are_being_prefilled_only_as_many_give_way_as_are_needed(
     """Their slots are in quarantine, and usually free at once. If they are not for long, the next gives way."""
     if not patient:
         monkeypatch.setattr("decode_node.slots._FRESH_S", 0.0)
-    h = Harness(host_slots=400, slow={"b", "c"}, quiet=False)
+    h = World(host_slots=400, slow={"b", "c"}, quiet=False)
     h.ask("a", prompt=(1,) * 129, tokens=100)
     for name in "bc":
         h.ask(name, prompt=(2,) * 101, tokens=5)
@@ -126,7 +125,7 @@ def test_of_those_that_are_being_prefilled_only_as_many_give_way_as_are_needed(
 
 def test_others_go_on_while_one_waits_for_host_slots() -> None:
     """318 slots: 61 of an aborted prefill are in quarantine, and two requests grow by 64 each."""
-    h = Harness(host_slots=318, slow={"aborted"}, quiet=False)
+    h = World(host_slots=318, slow={"aborted"}, quiet=False)
     h.ask("first", prompt=(1,) * 101, tokens=120)
     h.ask("aborted", prompt=(3,) * 62)
     h.turn()

@@ -9,8 +9,7 @@ import pytest
 from control.grammar import Grammar, JsonSchema, Regex, TextChoice
 from control.messages import Sampling
 from engine.grammar.vocabulary import Vocabulary
-from tests.decode_node.fakes import GATEWAY
-from tests.decode_node.scheduler_harness import HOT, VOCAB, Harness, counted
+from tests.decode_node.world import GATEWAY, HOT, VOCAB, World, counted
 from tests.gateway.fakes import EOS, byte_tokenizer
 
 WORDS = Grammar(root=TextChoice(options=("abc", "xyz")))
@@ -21,17 +20,17 @@ def bytes_vocabulary() -> Vocabulary:
 
 
 @pytest.fixture
-def h() -> Iterator[Harness]:
-    harness = Harness(vocabulary=bytes_vocabulary)
+def h() -> Iterator[World]:
+    harness = World(vocabulary=bytes_vocabulary)
     yield harness
     harness.grammars.close()
 
 
-def text(h: Harness, request_id: str) -> str:
+def text(h: World, request_id: str) -> str:
     return bytes(token for token in h.answers[request_id] if token < 256).decode()
 
 
-def test_an_answer_follows_its_grammar_and_others_are_as_they_were(h: Harness) -> None:
+def test_an_answer_follows_its_grammar_and_others_are_as_they_were(h: World) -> None:
     h.ask("free", prompt=(1, 5), tokens=20)
     h.ask("words", prompt=(1, 5), tokens=20, grammar=WORDS)
     h.ask("later", prompt=(1, ord("w")), tokens=20, grammar=WORDS, stop_token_ids=(EOS,))
@@ -41,7 +40,7 @@ def test_an_answer_follows_its_grammar_and_others_are_as_they_were(h: Harness) -
     assert h.ended == {"free": "length", "words": "stop", "later": "stop"}
 
 
-def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(h: Harness) -> None:
+def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(h: World) -> None:
     h.ask("bad", tokens=5, grammar=Grammar(root=JsonSchema(schema_text='{"type": "nonsense"}')))
     h.ask("good", prompt=(1, 5), tokens=5)
     h.run()
@@ -51,7 +50,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(h: Harness) ->
 
 
 def test_without_a_tokenizer_a_grammar_is_refused() -> None:
-    h = Harness()
+    h = World()
     h.ask("words", grammar=WORDS)
     h.run()
     assert h.ended == {"words": "invalid"}
@@ -66,7 +65,7 @@ def test_who_waits_for_a_grammar_is_overtaken() -> None:
         assert may_go_on.wait(20)
         return bytes_vocabulary()
 
-    h = Harness(vocabulary=slowly, max_running=1)
+    h = World(vocabulary=slowly, max_running=1)
     h.ask("words", prompt=(1, 5), grammar=WORDS)
     h.ask("free", prompt=(1, 5), tokens=3)
     while "free" not in h.ended:
@@ -78,7 +77,7 @@ def test_who_waits_for_a_grammar_is_overtaken() -> None:
     h.grammars.close()
 
 
-def test_a_request_that_ends_before_its_grammar_is_compiled_leaves_nothing(h: Harness) -> None:
+def test_a_request_that_ends_before_its_grammar_is_compiled_leaves_nothing(h: World) -> None:
     h.ask("words", grammar=WORDS)
     h.scheduler.cancel("words", GATEWAY)
     h.turn()
@@ -88,7 +87,7 @@ def test_a_request_that_ends_before_its_grammar_is_compiled_leaves_nothing(h: Ha
 
 def test_a_retracted_request_goes_on_in_its_grammar() -> None:
     """Nine device slots: two requests with one slot each are admitted, and each grows to five."""
-    h = Harness(device_slots=HOT + 1 + 2, vocabulary=bytes_vocabulary)
+    h = World(device_slots=HOT + 1 + 2, vocabulary=bytes_vocabulary)
     pattern = Grammar(root=Regex(pattern="(ab|cd){14}x"))
     for name in "pqrs":
         h.ask(name, prompt=(1, 200), tokens=40, grammar=pattern, sampling=Sampling(temperature=1.0, seed=ord(name)))

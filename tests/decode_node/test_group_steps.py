@@ -1,25 +1,30 @@
 """What a decode node computes as a rank of a group, with real KV tiers and a model that counts."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import pytest
+import torch
 
-from ranks.agreement import Agreed, GroupFailed
-from ranks.group import RankGroup
-from ranks.group_table import Standing
-from tests.decode_node.scheduler_harness import Harness, counted
+from ranks.barrier import GroupFailed, StepBarrier
+from ranks.group import SingleRank
+from tests.decode_node.world import World, counted
 
 
-@dataclass
-class OtherRanks(RankGroup):
-    """A group whose other ranks have so many requests at most in each step."""
+class OtherRanks(SingleRank):
+    """A group whose other ranks have `batch` requests at most in each step. It is its own step barrier."""
 
-    batch: int = 0
-    asked: list[int] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.barrier: StepBarrier = self
+        self.batch = 0
+        self.asked: list[int] = []
 
-    def agree(self, batch: int) -> Agreed:
+    def wait(self, batch: int) -> int:
         self.asked.append(batch)
-        return Agreed(max(batch, self.batch), Standing.SERVING)
+        return max(batch, self.batch)
+
+    def spin_before_sleep(self, is_awaited: Callable[[], bool]) -> bool:
+        return False
 
     def failure(self, error: Exception) -> GroupFailed:
         return GroupFailed(f"rank 0 failed: {error}")
@@ -31,13 +36,11 @@ def ranks() -> OtherRanks:
 
 
 @pytest.fixture
-def harness(ranks: OtherRanks) -> Harness:
-    harness = Harness()
-    harness.scheduler._steps._ranks = ranks
-    return harness
+def harness(ranks: OtherRanks) -> World:
+    return World(ranks=ranks)
 
 
-def test_a_rank_without_requests_computes_what_the_others_have_as_padding(harness: Harness, ranks: OtherRanks) -> None:
+def test_a_rank_without_requests_computes_what_the_others_have_as_padding(harness: World, ranks: OtherRanks) -> None:
     harness.turn()
     assert harness.model.batches == []
     ranks.batch = 3
@@ -49,7 +52,7 @@ def test_a_rank_without_requests_computes_what_the_others_have_as_padding(harnes
     assert not harness.scheduler.has_work, "the others call it"
 
 
-def test_a_rank_with_fewer_requests_than_others_pads_and_says_the_same(harness: Harness, ranks: OtherRanks) -> None:
+def test_a_rank_with_fewer_requests_than_others_pads_and_says_the_same(harness: World, ranks: OtherRanks) -> None:
     for others in (0, 5, 8, 1):
         ranks.batch = others
         request_id = f"r{others}"
@@ -62,18 +65,18 @@ def test_a_rank_with_fewer_requests_than_others_pads_and_says_the_same(harness: 
     assert harness.coordinator.counters().violations == 0
 
 
-def test_a_forward_pass_that_fails_ends_the_group_and_not_one_batch(harness: Harness) -> None:
+def test_a_forward_pass_that_fails_ends_the_group_and_not_one_batch(harness: World) -> None:
     harness.model.error = RuntimeError("out of memory")
     harness.ask("r", (1, 2, 3), 6)
     with pytest.raises(GroupFailed, match="rank 0 failed: out of memory"):
         harness.run()
     assert "r" not in harness.ended
-    harness.scheduler.abandon_all("rank 0 failed")
+    harness.scheduler.end_streams("abort", "rank 0 failed")
     (output,) = harness.control.outputs()
     assert (output.finish_reason, output.error) == ("abort", "rank 0 failed")
 
 
-def test_padding_that_fails_ends_the_group(harness: Harness, ranks: OtherRanks) -> None:
+def test_padding_that_fails_ends_the_group(harness: World, ranks: OtherRanks) -> None:
     harness.model.error = RuntimeError("a collective failed")
     ranks.batch = 2
     with pytest.raises(GroupFailed, match="a collective failed"):

@@ -9,12 +9,8 @@ from control.messages import Generate, Sampling
 from decode_node.local_prefill import LocalPrefill
 from decode_node.request import Request, RequestState
 from engine.chunked import ChunkedPrefill
-from hisparse.config import HiSparseConfig
-from hisparse.coordinator import HiSparseCoordinator
-from hisparse.sizing import Sizes
-from hisparse.tiers import build_tiers
 from kvcache.paged_pool import PagedKVPool
-from tests.decode_node.fakes import GATEWAY
+from tests.decode_node.world import GATEWAY, tiers
 from tests.e2e.cluster import wait_until
 from tests.prefill_node.fakes import LAYOUT, FakeModel
 
@@ -23,19 +19,7 @@ class Harness:
     """Local prefill with real KV tiers; `copying` holds the copy stream back until it is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        sizes = Sizes(
-            config=HiSparseConfig(device_buffer_size=4, top_k=4),
-            layout=LAYOUT,
-            max_requests=2,
-            max_context=64,
-            index_page_size=4,
-            num_host_slots=64,
-            num_device_slots=16,
-            asked_device_slots=16,
-            num_index_pages=32,
-            table_bytes=0,
-        )
-        self.coordinator: HiSparseCoordinator = build_tiers(sizes, torch.device("cpu"))
+        self.coordinator = tiers(LAYOUT, host_slots=64, device_slots=16, max_requests=2)
         self.copying = threading.Event()
         backend = self.coordinator._backend
         stage = backend.stage

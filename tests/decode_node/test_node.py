@@ -34,14 +34,13 @@ from control.messages import (
     Resend,
     Sampling,
 )
-from decode_node.loop_call import on_loop
 from decode_node.node import DecodeNode, Event
+from decode_node.operator_api import on_loop
 from decode_node.request import RequestState
 from decode_node.verifier import Verifier
 from service.lifecycle import Lifecycle
 from service.shell import NodeShell
-from tests.decode_node.fakes import GATEWAY
-from tests.decode_node.scheduler_harness import HOT, Harness
+from tests.decode_node.world import GATEWAY, HOT, World
 from tests.e2e.cluster import wait_until
 from tests.prefill_node.fakes import FakeControl
 from tests.transfer.world import slot_digest
@@ -70,9 +69,10 @@ class Shell(NodeShell[Event]):
         self.lifecycle = Lifecycle(drain_timeout=30.0)
         self.inbox = queue.SimpleQueue()
         self._membership = None
+        self._cache_reports = None
 
 
-def node_of(harness: Harness, shell: Shell) -> DecodeNode:
+def node_of(harness: World, shell: Shell) -> DecodeNode:
     """A decode node whose gateways are never lost."""
     return DecodeNode(
         shell,
@@ -80,6 +80,7 @@ def node_of(harness: Harness, shell: Shell) -> DecodeNode:
         harness.remote,
         harness.coordinator,
         SimpleNamespace(gateway_lost=lambda *_: False),  # type: ignore[arg-type]
+        harness.ranks,
     )
 
 
@@ -87,7 +88,7 @@ class Running:
     """A decode node whose loop runs on a thread, with real tiers and a real verifier. The test plays the others."""
 
     def __init__(self) -> None:
-        self.harness = Harness(verify=lambda verification: self.verifier.submit(verification))
+        self.harness = World(verify=lambda verification: self.verifier.submit(verification))
         self.control, self.metrics = self.harness.control, self.harness.metrics
         self.shell = Shell(self.control, self.metrics)
         self.verifier = Verifier(self.harness.buffers, self.shell.inbox.put)
@@ -274,7 +275,7 @@ def test_a_gateway_that_has_missed_tokens_gets_them_again_also_after_the_end(run
 
 def test_slots_that_leaked_are_noticed_also_if_others_were_in_quarantine_when_the_last_request_left() -> None:
     """Then there is nothing to compare with until these are free, too."""
-    harness = Harness()
+    harness = World()
     shell = Shell(harness.control, harness.metrics)
     node = node_of(harness, shell)
     shell.inbox.put((GATEWAY, GENERATE.model_copy(update={"prefill_nodes": (FIRST,)})))
@@ -282,7 +283,7 @@ def test_slots_that_leaked_are_noticed_also_if_others_were_in_quarantine_when_th
     leaked = harness.coordinator.host.allocate(1)
     shell.inbox.put((GATEWAY, Cancel(request_id="r")))
     node._turn()
-    assert harness.remote.abandoned.num_slots == 10
+    assert harness.remote.quarantine.num_slots == 10
     shell.inbox.put((FIRST, Quiesced(attempt=R)))
     with pytest.raises(RuntimeError, match="they leaked"):
         node._turn()
@@ -328,7 +329,7 @@ def test_what_decoded_when_swap_in_was_violated_ends_with_an_error_and_what_come
 
 def test_a_violation_ends_also_what_has_given_way_since_and_nothing_that_has_not_decoded() -> None:
     """There are device slots for some of the requests, and for fewer as they grow."""
-    h = Harness(device_slots=HOT + 1 + 2)
+    h = World(device_slots=HOT + 1 + 2)
     node = node_of(h, Shell(h.control, h.metrics))
     for name in "abcd":
         h.ask(name, prompt=(10,), tokens=30)

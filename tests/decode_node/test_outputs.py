@@ -10,10 +10,9 @@ from base.metrics import Metrics
 from control.messages import FinishReason, Generate, Output, Outputs, Peer, Token
 from control.prompt_logprobs import PromptLogprobTable
 from decode_node import outputs
-from decode_node.outputs import OutputStream
+from decode_node.outputs import OutputStream, StreamedTokens
 from decode_node.request import Request
-from decode_node.streamed_tokens import StreamedTokens
-from tests.decode_node.fakes import GATEWAY
+from tests.decode_node.world import GATEWAY
 from tests.prefill_node.fakes import FakeControl
 
 OTHER = Peer(role="gateway", address="127.0.0.1:2", boot_id="other")

@@ -6,16 +6,16 @@ import pytest
 
 from control.messages import Generate, PrefillFailed
 from decode_node.request import Request, RequestState
-from tests.decode_node.fakes import GATEWAY, Lost
-from tests.decode_node.remote_harness import FIRST, SECOND, SLOTS, Clock, Harness, R
+from tests.decode_node.remote_world import FIRST, SECOND, SLOTS, Clock, Lost, R, RemoteWorld
+from tests.decode_node.world import GATEWAY
 
 
 @pytest.fixture
-def h(monkeypatch: pytest.MonkeyPatch) -> Harness:
-    return Harness(Clock(monkeypatch))
+def h(monkeypatch: pytest.MonkeyPatch) -> RemoteWorld:
+    return RemoteWorld(Clock(monkeypatch))
 
 
-def test_a_failed_attempt_goes_to_a_node_that_was_not_tried(h: Harness) -> None:
+def test_a_failed_attempt_goes_to_a_node_that_was_not_tried(h: RemoteWorld) -> None:
     h.dispatch()
     [lost] = h.take(FIRST, PrefillFailed(attempt=R, reason="out of memory"))
     assert lost == Lost(h.request, "out of memory")
@@ -24,7 +24,7 @@ def test_a_failed_attempt_goes_to_a_node_that_was_not_tried(h: Harness) -> None:
     assert h.remote.nodes.choose(h.request) == SECOND
 
 
-def test_a_node_that_leaves_hands_a_request_back_without_a_fault(h: Harness) -> None:
+def test_a_node_that_leaves_hands_a_request_back_without_a_fault(h: RemoteWorld) -> None:
     """Were it counted, a rolling update would use up the attempts of what it meets."""
     for node in (FIRST, SECOND):
         h.dispatch(node)
@@ -36,7 +36,7 @@ def test_a_node_that_leaves_hands_a_request_back_without_a_fault(h: Harness) -> 
     assert h.remote.nodes.choose(h.request) is None, "neither takes another request"
 
 
-def test_a_node_that_a_gateway_calls_leaving_is_not_asked_though_a_request_names_it(h: Harness) -> None:
+def test_a_node_that_a_gateway_calls_leaving_is_not_asked_though_a_request_names_it(h: RemoteWorld) -> None:
     h.remote.nodes.retire(FIRST.boot_id)
     assert h.remote.nodes.choose(h.request) == SECOND
     again = FIRST.model_copy(update={"boot_id": "first again"})
@@ -44,7 +44,7 @@ def test_a_node_that_a_gateway_calls_leaving_is_not_asked_though_a_request_names
     assert h.remote.nodes.choose(h.request) == again, "the process that took its address is another one"
 
 
-def test_a_node_whose_key_was_revoked_is_not_asked_even_if_it_is_the_only_one(h: Harness) -> None:
+def test_a_node_whose_key_was_revoked_is_not_asked_even_if_it_is_the_only_one(h: RemoteWorld) -> None:
     """A request may name it, from before; it must not see another prompt."""
     h.control.revoked = {FIRST.boot_id}
     assert h.remote.nodes.choose(h.request) == SECOND
@@ -52,27 +52,27 @@ def test_a_node_whose_key_was_revoked_is_not_asked_even_if_it_is_the_only_one(h:
     assert h.remote.nodes.choose(h.request) is None
 
 
-def test_when_all_were_tried_the_best_is_tried_again(h: Harness) -> None:
+def test_when_all_were_tried_the_best_is_tried_again(h: RemoteWorld) -> None:
     for node in (FIRST, SECOND):
         h.dispatch(node)
         h.take(node, PrefillFailed(attempt=R._replace(epoch=h.request.epoch), reason="no"))
     assert h.remote.nodes.choose(h.request) == FIRST
 
 
-def test_gateways_name_nodes_that_the_request_did_not(h: Harness) -> None:
+def test_gateways_name_nodes_that_the_request_did_not(h: RemoteWorld) -> None:
     request = Request(Generate(request_id="q", prompt_ids=(1,), max_new_tokens=1), GATEWAY)
     assert h.remote.nodes.choose(request) is None
     h.remote.nodes.learn(GATEWAY.address, (SECOND,), {})
     assert h.remote.nodes.choose(request) == SECOND
 
 
-def test_a_ranking_from_before_a_restart_is_brought_up_to_date(h: Harness) -> None:
+def test_a_ranking_from_before_a_restart_is_brought_up_to_date(h: RemoteWorld) -> None:
     reborn = FIRST.model_copy(update={"boot_id": "reborn"})
     h.remote.nodes.learn(GATEWAY.address, (reborn,), {})
     assert h.remote.nodes.choose(h.request) == reborn
 
 
-def test_a_gateway_that_died_does_not_keep_the_old_boot_of_a_node_alive(h: Harness) -> None:
+def test_a_gateway_that_died_does_not_keep_the_old_boot_of_a_node_alive(h: RemoteWorld) -> None:
     """What it said last is older than what another gateway says, whichever spoke first."""
     reborn = FIRST.model_copy(update={"boot_id": "reborn"})
     h.remote.nodes.learn(GATEWAY.address, (FIRST,), {})
@@ -81,7 +81,9 @@ def test_a_gateway_that_died_does_not_keep_the_old_boot_of_a_node_alive(h: Harne
     assert h.remote.nodes.choose(h.request) == reborn
 
 
-def test_what_a_silent_gateway_said_is_forgotten_when_others_speak(h: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_silent_gateway_said_is_forgotten_when_others_speak(
+    h: RemoteWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     h.remote.nodes.learn("gateway:2", (SECOND,), {})
     h.remote.nodes.learn(GATEWAY.address, (FIRST,), {})
     assert h.remote.nodes.known == {FIRST, SECOND}
@@ -92,10 +94,10 @@ def test_what_a_silent_gateway_said_is_forgotten_when_others_speak(h: Harness, m
     assert h.remote.nodes.known == {FIRST}
 
 
-def test_nodes_that_take_so_long_a_prompt_are_asked_even_if_others_are_idle(h: Harness) -> None:
+def test_nodes_that_take_so_long_a_prompt_are_asked_even_if_others_are_idle(h: RemoteWorld) -> None:
     h.remote.nodes.learn(GATEWAY.address, (FIRST, SECOND), {"first": 2, "second": 3})
     assert h.remote.nodes.choose(h.request) == SECOND
-    h.remote.health.suspect(SECOND, time.monotonic())
+    h.remote.nodes.suspect(SECOND, time.monotonic())
     assert h.remote.nodes.choose(h.request) is None, "it waits for the node that can"
     h.remote.nodes.learn(GATEWAY.address, (FIRST, SECOND), {"first": 2, "second": 2})
     assert h.remote.nodes.choose(h.request) == FIRST, "nobody can, which it will say"

@@ -11,9 +11,7 @@ from control.messages import AttemptId, FetchDone, FetchRequest, PrefillFailed, 
 from decode_node.request import Request, RequestState
 from kvcache.block_cache import PromptIds
 from kvcache.extents import HostSlots
-from tests.decode_node.caching import Caching, prompt
-from tests.decode_node.fakes import GATEWAY
-from tests.decode_node.scheduler_harness import HOT, PREFILL, counted
+from tests.decode_node.world import GATEWAY, HOT, PREFILL, Caching, counted, prompt
 from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S
 
 
@@ -189,8 +187,8 @@ def test_what_is_read_stays_where_it_is_whatever_becomes_of_its_request_and_howe
     h.turn()
     [asked] = [message for message in h.asked if message.attempt.request_id == "read"]
     h.remote.take(PREFILL, FetchRequest(attempt=asked.attempt, start=64, stop=asked.start))
-    [loan] = h.remote.lent
-    lent = loan.slots.slots()
+    [(_, lease)] = h.remote._attempts.leases
+    lent = lease.slots.slots()
     content = h.coordinator.host.kv[0][lent].clone()
     h.scheduler.cancel("read", GATEWAY)
     for number in range(12):
@@ -301,7 +299,7 @@ def test_whatever_happens_no_slot_is_lost_and_no_kv_is_another_prompts(seed: int
             h.scheduler.cancel(rng.choice(list(h.scheduler.requests)), GATEWAY)
         if rng.random() < 0.05:
             for request in h.scheduler.requests.in_state(RequestState.PREFILLING):
-                h.remote._lose(request.attempt("decode"), "the node went away")
+                h.remote._lose(h.remote._attempts[request.attempt("decode")], "the node went away")
                 request.again_at = 0.0
         if rng.random() < 0.01:
             h.model.error = RuntimeError("too much at once")

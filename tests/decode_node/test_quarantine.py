@@ -2,19 +2,17 @@
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
 
 from control.messages import AttemptId, Peer
-from decode_node.health import SILENCE_S
-from decode_node.loop_call import LoopCall
-from decode_node.quarantine import Quarantine, quarantine_router
-from tests.decode_node.fakes import nothing_lent
-from tests.prefill_node.fakes import FakeControl
+from decode_node.operator_api import LoopCall, quarantine_router
+from decode_node.prefill_nodes import SILENCE_S
+from tests.decode_node.remote_world import RemoteWorld
 from transfer.fencing import DRAIN_GRACE_S, ReservationTable
-from transfer.incoming import IncomingCut
 
 GONE = Peer(role="prefill", address="10.0.0.1:1", boot_id="gone")
 ALIVE = Peer(role="prefill", address="10.0.0.2:1", boot_id="alive")
@@ -24,12 +22,11 @@ class Harness:
     """Two requests given up that GONE was writing, one that ALIVE was, and one that is still wanted of each."""
 
     def __init__(self) -> None:
-        self.freed: list[str] = []
-        self.table: ReservationTable[AttemptId, Peer, str] = ReservationTable(
-            self.freed.append, lambda _: None, lambda: IncomingCut(())
-        )
-        self.control = FakeControl()
-        self.quarantine = Quarantine(self.table, self.control, nothing_lent(self.control))  # type: ignore[arg-type]
+        world = RemoteWorld()
+        self.freed: list[Any] = world.freed
+        self.table: ReservationTable[AttemptId, Peer, Any] = world.table
+        self.control = world.control
+        self.quarantine = world.remote.quarantine
         self.now = time.monotonic()
         for name, writer in (("a", GONE), ("b", GONE), ("c", ALIVE), ("wanted-1", GONE), ("wanted-2", ALIVE)):
             self.table.open(AttemptId("decode", name, 1), writer, name, num_slots=8)
@@ -38,7 +35,7 @@ class Harness:
         self.control.heard["alive"] = self.now - 1
         self.control.heard["gone"] = self.now - 50
 
-    def expire(self) -> list[str]:
+    def expire(self) -> list[Any]:
         self.table.release_expired(time.monotonic() + DRAIN_GRACE_S)
         return self.freed
 

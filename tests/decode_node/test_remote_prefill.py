@@ -16,16 +16,27 @@ from control.messages import (
 )
 from control.prompt_logprobs import PromptLogprobs
 from decode_node.request import Request, RequestState
-from tests.decode_node.fakes import GATEWAY, Lost
-from tests.decode_node.remote_harness import FIRST, NO_CHECKSUMS, PATIENCE_S, SECOND, SLOTS, Clock, Harness, Landed, R
+from tests.decode_node.remote_world import (
+    FIRST,
+    NO_CHECKSUMS,
+    PATIENCE_S,
+    SECOND,
+    SLOTS,
+    Clock,
+    Landed,
+    Lost,
+    R,
+    RemoteWorld,
+)
+from tests.decode_node.world import GATEWAY
 
 
 @pytest.fixture
-def h(monkeypatch: pytest.MonkeyPatch) -> Harness:
-    return Harness(Clock(monkeypatch))
+def h(monkeypatch: pytest.MonkeyPatch) -> RemoteWorld:
+    return RemoteWorld(Clock(monkeypatch))
 
 
-def test_slots_are_reserved_before_they_are_named(h: Harness) -> None:
+def test_slots_are_reserved_before_they_are_named(h: RemoteWorld) -> None:
     h.dispatch()
     assert h.table.is_writable(R)
     peer, message = h.control.repeated["prefill", R]
@@ -38,7 +49,7 @@ def test_slots_are_reserved_before_they_are_named(h: Harness) -> None:
     assert not h.control.repeated
 
 
-def test_a_landed_prompt_takes_its_slots_along(h: Harness) -> None:
+def test_a_landed_prompt_takes_its_slots_along(h: RemoteWorld) -> None:
     h.dispatch()
     assert h.done() == [Landed(h.request)]
     assert h.request.state is RequestState.LANDED
@@ -53,7 +64,7 @@ def logprobs(start: int, stop: int) -> PromptLogprobs:
     return PromptLogprobs.of(start, rows.astype(np.int32), -rows.astype(np.float32))
 
 
-def test_log_probabilities_land_with_the_prompt_and_are_asked_for_until_then(h: Harness) -> None:
+def test_log_probabilities_land_with_the_prompt_and_are_asked_for_until_then(h: RemoteWorld) -> None:
     generate = h.request.generate.model_copy(update={"prompt_logprobs": 2})
     h.request = Request(generate, GATEWAY)
     h.dispatch()
@@ -91,7 +102,7 @@ def test_log_probabilities_land_with_the_prompt_and_are_asked_for_until_then(h: 
     ],
 )
 def test_log_probabilities_that_cannot_be_cost_the_attempt(
-    h: Harness, pieces: tuple[PromptLogprobs, ...], reason: str
+    h: RemoteWorld, pieces: tuple[PromptLogprobs, ...], reason: str
 ) -> None:
     h.request = Request(h.request.generate.model_copy(update={"prompt_logprobs": 2}), GATEWAY)
     h.dispatch()
@@ -99,13 +110,13 @@ def test_log_probabilities_that_cannot_be_cost_the_attempt(
     assert reason in lost.reason
 
 
-def test_log_probabilities_that_nobody_asked_for_cost_the_attempt(h: Harness) -> None:
+def test_log_probabilities_that_nobody_asked_for_cost_the_attempt(h: RemoteWorld) -> None:
     h.dispatch()
     [lost] = h.take(FIRST, PrefillDone(attempt=R, num_tokens=3, prompt_logprobs=(logprobs(1, 4),)))
     assert "not asked for" in lost.reason
 
 
-def test_done_of_an_attempt_that_was_given_up_lands_nothing_but_ends_the_quarantine(h: Harness) -> None:
+def test_done_of_an_attempt_that_was_given_up_lands_nothing_but_ends_the_quarantine(h: RemoteWorld) -> None:
     h.dispatch()
     h.remote.abandon(h.request)
     assert h.freed == []
@@ -115,14 +126,14 @@ def test_done_of_an_attempt_that_was_given_up_lands_nothing_but_ends_the_quarant
     assert not h.control.repeated
 
 
-def test_done_that_comes_twice_is_answered_twice_and_lands_once(h: Harness) -> None:
+def test_done_that_comes_twice_is_answered_twice_and_lands_once(h: RemoteWorld) -> None:
     h.dispatch()
     h.done()
     assert h.done() == []
     assert len(h.control.take(Admitted)) == 2
 
 
-def test_done_of_an_old_epoch_does_not_land_in_the_new_one(h: Harness) -> None:
+def test_done_of_an_old_epoch_does_not_land_in_the_new_one(h: RemoteWorld) -> None:
     h.dispatch()
     h.take(FIRST, PrefillFailed(attempt=R, reason="write failed"))
     h.dispatch(SECOND)
@@ -131,7 +142,7 @@ def test_done_of_an_old_epoch_does_not_land_in_the_new_one(h: Harness) -> None:
     assert h.table.is_writable(R._replace(epoch=2))
 
 
-def test_done_for_another_number_of_tokens_is_not_served(h: Harness) -> None:
+def test_done_for_another_number_of_tokens_is_not_served(h: RemoteWorld) -> None:
     h.dispatch()
     [lost] = h.done(num_tokens=2)
     assert isinstance(lost, Lost)
@@ -141,7 +152,7 @@ def test_done_for_another_number_of_tokens_is_not_served(h: Harness) -> None:
 # --- a node that answers and does not get on ---
 
 
-def test_a_request_that_is_never_accepted_is_given_up(h: Harness) -> None:
+def test_a_request_that_is_never_accepted_is_given_up(h: RemoteWorld) -> None:
     """Dropped as malformed, say. The node is asked for others as soon as it answers anything."""
     h.dispatch()
     assert h.wait(PATIENCE_S - 1) == []
@@ -155,7 +166,7 @@ def test_a_request_that_is_never_accepted_is_given_up(h: Harness) -> None:
     assert h.remote.nodes.choose(h.request) == FIRST
 
 
-def test_a_node_that_hangs_in_a_forward_pass_is_as_good_as_dead_until_it_goes_on(h: Harness) -> None:
+def test_a_node_that_hangs_in_a_forward_pass_is_as_good_as_dead_until_it_goes_on(h: RemoteWorld) -> None:
     """Its other threads answer pings and messages as ever."""
     h.remote.nodes.learn(GATEWAY.address, (FIRST, SECOND), {})
     h.dispatch()
@@ -167,7 +178,7 @@ def test_a_node_that_hangs_in_a_forward_pass_is_as_good_as_dead_until_it_goes_on
     [lost] = h.wait(1)
     assert isinstance(lost, Lost)
     assert lost.reason == "prefill node 127.0.0.1:2 has made no progress for 60 s"
-    assert h.remote.abandoned.num_slots == 3
+    assert h.remote.quarantine.num_slots == 3
     h.request.tried.clear()
     assert h.remote.nodes.choose(h.request) == SECOND
     h.control.sent.clear()
@@ -179,7 +190,7 @@ def test_a_node_that_hangs_in_a_forward_pass_is_as_good_as_dead_until_it_goes_on
     assert h.remote.nodes.choose(h.request) == FIRST
 
 
-def test_a_request_gets_on_while_chunks_of_it_or_of_others_are_computed_or_it_is_sent(h: Harness) -> None:
+def test_a_request_gets_on_while_chunks_of_it_or_of_others_are_computed_or_it_is_sent(h: RemoteWorld) -> None:
     h.dispatch()
     h.accepted()
     for computed, current_pass in ((0, 1), (0, 2), (2, 2), (3, None), (3, None), (3, None)):
@@ -189,7 +200,7 @@ def test_a_request_gets_on_while_chunks_of_it_or_of_others_are_computed_or_it_is
     assert h.request.state is RequestState.WAITING, "not even that it is being sent was heard any more"
 
 
-def test_progress_that_another_node_claims_is_none(h: Harness) -> None:
+def test_progress_that_another_node_claims_is_none(h: RemoteWorld) -> None:
     h.dispatch()
     h.accepted()
     for number in range(10):
@@ -198,7 +209,7 @@ def test_progress_that_another_node_claims_is_none(h: Harness) -> None:
     assert h.request.state is RequestState.WAITING
 
 
-def test_a_node_that_does_not_know_an_accepted_request_has_lost_it(h: Harness) -> None:
+def test_a_node_that_does_not_know_an_accepted_request_has_lost_it(h: RemoteWorld) -> None:
     h.dispatch()
     h.accepted()
     h.wait(0)

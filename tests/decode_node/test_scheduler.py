@@ -9,12 +9,11 @@ from control.messages import Generate, Peer, PrefillFailed, Sampling, Token
 from decode_node.request import Request, RequestState
 from engine.runner import LaunchedStep
 from engine.sampling import NoToken
-from tests.decode_node.fakes import GATEWAY
-from tests.decode_node.scheduler_harness import PREFILL, VOCAB, Harness, counted
+from tests.decode_node.world import GATEWAY, PREFILL, VOCAB, World, counted
 
 
 def test_a_request_runs_to_its_length() -> None:
-    h = Harness()
+    h = World()
     h.ask("a", prompt=(1, 2, 3), tokens=6)
     h.run()
     assert h.answers == {"a": [4, 5, 6, 7, 8, 9]}
@@ -22,7 +21,7 @@ def test_a_request_runs_to_its_length() -> None:
 
 
 def test_a_stop_token_ends_a_request() -> None:
-    h = Harness()
+    h = World()
     h.ask("a", prompt=(1,), tokens=100, stop_token_ids=(5,))
     h.run()
     assert h.answers == {"a": [2, 3, 4, 5]}
@@ -30,7 +29,7 @@ def test_a_stop_token_ends_a_request() -> None:
 
 
 def test_an_answer_of_one_token_takes_one_step() -> None:
-    h = Harness()
+    h = World()
     h.ask("a", tokens=1)
     h.run()
     assert h.answers == {"a": [4]}
@@ -38,7 +37,7 @@ def test_an_answer_of_one_token_takes_one_step() -> None:
 
 
 def test_a_prompt_of_one_token_needs_no_prefill_node() -> None:
-    h = Harness()
+    h = World()
     h.remote.nodes.learn(GATEWAY.address, (), {})
     h.ask("a", prompt=(7,), tokens=20)
     h.run()
@@ -46,7 +45,7 @@ def test_a_prompt_of_one_token_needs_no_prefill_node() -> None:
 
 
 def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read() -> None:
-    h = Harness()
+    h = World()
     h.ask("a", tokens=4)
     read: list[tuple[int, int]] = []
     collect = h.runner.collect
@@ -61,7 +60,7 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read() -> No
 
 
 def test_a_request_that_ended_is_in_one_more_step_for_nothing() -> None:
-    h = Harness()
+    h = World()
     h.ask("a", prompt=(1,), tokens=100, stop_token_ids=(5,))
     h.ask("b", prompt=(1,), tokens=10)
     h.run()
@@ -70,7 +69,7 @@ def test_a_request_that_ended_is_in_one_more_step_for_nothing() -> None:
 
 
 def test_a_lower_priority_goes_first_and_then_the_earlier_request() -> None:
-    h = Harness(max_running=1)
+    h = World(max_running=1)
     for name, priority in (("a", 0), ("b", 5), ("c", -1), ("d", 5), ("e", -1)):
         h.ask(name, tokens=2, priority=priority)
     assert list(h.scheduler.requests) == ["c", "e", "a", "b", "d"]
@@ -79,7 +78,7 @@ def test_a_lower_priority_goes_first_and_then_the_earlier_request() -> None:
 
 
 def test_a_stop_token_is_not_drawn_before_the_least_number_of_tokens() -> None:
-    h = Harness()
+    h = World()
     h.ask("a", prompt=(1,), tokens=100, stop_token_ids=(3, 9), sampling=Sampling(temperature=0, min_tokens=4))
     h.ask("b", prompt=(1,), tokens=100, stop_token_ids=(3, 9))
     h.run()
@@ -90,7 +89,7 @@ def test_a_stop_token_is_not_drawn_before_the_least_number_of_tokens() -> None:
 
 
 def test_a_word_of_several_tokens_is_not_completed() -> None:
-    h = Harness()
+    h = World()
     h.ask("a", prompt=(1,), tokens=30, sampling=Sampling(temperature=0, bad_words=((4, 5), (40,))))
     h.ask("b", prompt=(4,), tokens=3, sampling=Sampling(temperature=0, bad_words=((4, 5),)))
     h.run()
@@ -101,7 +100,7 @@ def test_a_word_of_several_tokens_is_not_completed() -> None:
 
 
 def test_requests_decode_together() -> None:
-    h = Harness()
+    h = World()
     for name in "abc":
         h.ask(name, tokens=20)
     h.run()
@@ -110,7 +109,7 @@ def test_requests_decode_together() -> None:
 
 
 def test_beyond_the_bounded_queue_requests_are_rejected_and_it_reopens() -> None:
-    h = Harness(host_slots=100, max_waiting=2)
+    h = World(host_slots=100, max_waiting=2)
     prompt = tuple(range(1, 61))
     assert [h.ask(name, prompt=prompt) is None for name in "abcd"] == [True, True, True, False]
     rejected = h.ask("e", prompt=prompt)
@@ -123,7 +122,7 @@ def test_beyond_the_bounded_queue_requests_are_rejected_and_it_reopens() -> None
 
 
 def test_what_could_never_run_is_refused_with_numbers() -> None:
-    h = Harness(host_slots=100)
+    h = World(host_slots=100)
     assert "exceed the context of 1000" in h.ask("a", prompt=(1,) * 990, tokens=20).reason  # type: ignore[attr-defined]
     assert "exceed the host pool of 100" in h.ask("b", prompt=(1,) * 90, tokens=20).reason  # type: ignore[attr-defined]
     assert "outside the vocabulary" in h.ask("c", prompt=(VOCAB,)).reason  # type: ignore[attr-defined]
@@ -131,7 +130,7 @@ def test_what_could_never_run_is_refused_with_numbers() -> None:
 
 
 def test_a_repeated_request_is_taken_once() -> None:
-    h = Harness()
+    h = World()
     h.ask("a")
     h.turn()
     h.ask("a")
@@ -143,7 +142,7 @@ def test_a_repeated_request_is_taken_once() -> None:
 
 def test_a_node_that_has_failed_a_request_is_not_asked_for_it_again_at_once() -> None:
     """A refusal that would pass would use up all of its attempts within milliseconds."""
-    h = Harness(retries=5)
+    h = World(retries=5)
     other = Peer(role="prefill", address="127.0.0.1:3", boot_id="other")
     h.remote.nodes.learn(GATEWAY.address, (PREFILL, other), {})
     h.ask("a")
@@ -173,7 +172,7 @@ def test_a_node_that_has_failed_a_request_is_not_asked_for_it_again_at_once() ->
 
 
 def test_without_a_prefill_node_requests_wait() -> None:
-    h = Harness()
+    h = World()
     h.remote.nodes.learn(GATEWAY.address, (), {})
     h.ask("a")
     h.turn()
@@ -190,10 +189,10 @@ def test_states_follow_one_another_only_as_drawn() -> None:
 
 
 def test_a_prompt_that_no_node_takes_now_does_not_hold_up_shorter_ones() -> None:
-    h = Harness()
+    h = World()
     longer = Peer(role="prefill", address="127.0.0.1:9", boot_id="longer")
     h.remote.nodes.learn(GATEWAY.address, (PREFILL, longer), {PREFILL.boot_id: 2, "longer": 100})
-    h.remote.health.suspect(longer, time.monotonic())
+    h.remote.nodes.suspect(longer, time.monotonic())
     h.ask("long", prompt=(1, 2, 3, 4))
     h.ask("short", prompt=(1, 2, 3))
     h.scheduler.turn()

@@ -6,10 +6,9 @@ import threading
 import numpy as np
 import pytest
 
-from control.messages import AttemptId
-from decode_node.verifier import Verification, Verified, Verifier
+from decode_node.verifier import Verification, Verifier
 from kvcache.extents import Extent, HostSlots, expand
-from tests.decode_node.fakes import attempt_to_fill
+from tests.decode_node.remote_world import attempt_to_fill
 from tests.transfer.world import slot_digest
 from transfer.checksum import Mismatch, verify
 from transfer.memory import BufferInfo, Checksum, Checksums
@@ -55,19 +54,19 @@ class Held:
 
 
 @pytest.fixture
-def reports() -> "queue.Queue[Verified]":
+def reports() -> "queue.Queue[Verification]":
     return queue.Queue()
 
 
-def test_what_is_in_memory_decides(reports: "queue.Queue[Verified]") -> None:
+def test_what_is_in_memory_decides(reports: "queue.Queue[Verification]") -> None:
     memory = Memory()
     verifier = Verifier(memory.buffers, reports.put)
     verifier.submit(memory.verification(1))
-    assert reports.get(timeout=10).reason is None
+    assert reports.get(timeout=10).failure_reason is None
     memory.items[1][2, 3] ^= 1
     verifier.submit(memory.verification(2))
     verified = reports.get(timeout=10)
-    assert (verified.attempt_id.epoch, verified.reason) == (2, "1 of 2 checksums do not match")
+    assert (verified.attempt.id.epoch, verified.failure_reason) == (2, "1 of 2 checksums do not match")
     [example] = verified.examples()
     address = memory.buffers.ptrs[1]
     assert example.startswith("buffer 1, positions [0, 5): ")
@@ -75,21 +74,21 @@ def test_what_is_in_memory_decides(reports: "queue.Queue[Verified]") -> None:
     verifier.close()
 
 
-def test_an_error_is_reported_and_costs_only_its_request(reports: "queue.Queue[Verified]") -> None:
+def test_an_error_is_reported_and_costs_only_its_request(reports: "queue.Queue[Verification]") -> None:
     memory = Memory()
     verifier = Verifier(memory.buffers, reports.put)
     beyond = HostSlots((Extent(15, 5),))
     verifier.submit(Verification(attempt_to_fill(beyond, 5), None, memory.checksums))
     verifier.submit(memory.verification(2))
     failed, fine = reports.get(timeout=10), reports.get(timeout=10)
-    assert failed.reason is not None
-    assert "slots 15 to 19 are not within [0, 16)" in failed.reason
-    assert fine.reason is None
+    assert failed.failure_reason is not None
+    assert "slots 15 to 19 are not within [0, 16)" in failed.failure_reason
+    assert fine.failure_reason is None
     verifier.close()
 
 
 def test_a_result_says_which_part_it_is_about_and_parts_share_what_is_known_of_their_slots(
-    reports: "queue.Queue[Verified]", monkeypatch: pytest.MonkeyPatch
+    reports: "queue.Queue[Verification]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = Memory()
     expanded: list[HostSlots] = []
@@ -111,7 +110,7 @@ def test_a_result_says_which_part_it_is_about_and_parts_share_what_is_known_of_t
     verifier.close()
 
 
-def test_the_queue_is_bounded(reports: "queue.Queue[Verified]", monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queue_is_bounded(reports: "queue.Queue[Verification]", monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held(monkeypatch)
     memory = Memory()
     verifier = Verifier(memory.buffers, reports.put, max_waiting=2)
@@ -119,14 +118,14 @@ def test_the_queue_is_bounded(reports: "queue.Queue[Verified]", monkeypatch: pyt
     assert held.begun.wait(10)
     assert [verifier.submit(memory.verification(epoch)) for epoch in (2, 3, 4)] == [True, True, False]
     held.go.set()
-    assert [reports.get(timeout=10).attempt_id.epoch for _ in range(3)] == [1, 2, 3]
+    assert [reports.get(timeout=10).attempt.id.epoch for _ in range(3)] == [1, 2, 3]
     assert verifier.submit(memory.verification(5))
-    assert reports.get(timeout=10).attempt_id.epoch == 5
+    assert reports.get(timeout=10).attempt.id.epoch == 5
     verifier.close()
 
 
 def test_after_closing_no_memory_is_read_and_nothing_reported(
-    reports: "queue.Queue[Verified]", monkeypatch: pytest.MonkeyPatch
+    reports: "queue.Queue[Verification]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(monkeypatch)
     memory = Memory()
@@ -149,10 +148,10 @@ def test_after_closing_no_memory_is_read_and_nothing_reported(
 def test_what_is_logged_of_many_mismatches_is_bounded() -> None:
     scattered = tuple((address, 8) for address in range(0, 8000, 16))
     many = tuple(Mismatch(Checksum(buffer, 0, 500, 1), 2, scattered) for buffer in range(100))
-    verified = Verified(AttemptId("decode", "r", 1), None, 200, many)
-    assert verified.reason == "100 of 200 checksums do not match"
+    verified = Verification(attempt_to_fill(SLOTS, 5), None, Checksums.of([each.checksum for each in many] * 2), many)
+    assert verified.failure_reason == "100 of 200 checksums do not match"
     examples = verified.examples()
     assert len(examples) == 4
     assert all(len(example) < 200 and example.endswith("and 496 more") for example in examples)
-    outside = Verified(AttemptId("decode", "r", 1), None, 1, (Mismatch(Checksum(99, 0, 5, 1)),))
+    outside = Verification(attempt_to_fill(SLOTS, 5), None, Checksums(), (Mismatch(Checksum(99, 0, 5, 1)),))
     assert outside.examples() == ["buffer 99, positions [0, 5): there is no such thing"]

@@ -15,14 +15,14 @@ import yaml
 from base.metrics import TRANSFER_FAILURES, Metrics
 from decode_node.request import RequestState
 from deploy.monitoring.generate import HERE, dashboard, files
-from prefill_node.job import JobState
+from prefill_node.attempt import HeldState
 
 TARGET_LABELS = {"job", "instance", "component"}
 """What the scrape configuration adds to every series."""
 KUBERNETES = HERE.parent / "kubernetes" / "base"
 VALUES = {
     "component": {"gateway", "prefill", "decode"},
-    "state": {"free", "cached"} | {state.value for kind in (RequestState, JobState) for state in kind},
+    "state": {"free", "cached"} | {state.value for state in RequestState} | {state.label for state in HeldState},
     "pool": {"device", "host"},
     "reason": {*TRANSFER_FAILURES, "queue_full"},
 }

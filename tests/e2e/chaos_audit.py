@@ -22,7 +22,7 @@ from base.block_hashes import BLOCK_TOKENS
 if TYPE_CHECKING:
     from engine.chunked import ChunkedPrefill
     from kvcache.paged_pool import PagedKVPool
-    from prefill_node.job import TransferJob
+    from prefill_node.attempt import HeldAttempt
 
 
 STAGES = ("fetched", "computed", "landed", "begun", "left")
@@ -71,30 +71,30 @@ def watch_prefill(journal: Journal) -> None:
     """Note what a prefill node had, whenever it is about to say that all of an attempt was sent."""
     from control.messages import PrefillDone
     from engine.chunked import ChunkedPrefill
-    from prefill_node.job import TransferJob
-    from prefill_node.model_engine import ModelEngine
+    from prefill_node.attempt import HeldAttempt
+    from prefill_node.planner import PrefillPlanner
 
-    advance, brought = ModelEngine._advance, ChunkedPrefill.brought
+    advance, mark_cached = PrefillPlanner._advance, ChunkedPrefill.mark_cached
     fetched: set[str] = set()
     """Blocks that were read from decode nodes at some time: this node does not answer for them."""
 
-    def noting_brought(prefill: ChunkedPrefill[TransferJob], job: TransferJob, stop: int) -> None:
-        brought(prefill, job, stop)
+    def noting_cached(prefill: ChunkedPrefill[HeldAttempt], job: HeldAttempt, stop: int) -> None:
+        mark_cached(prefill, job, stop)
         has = _blocks_of(prefill, job, stop)
         fetched.update(list(has)[job.cached // BLOCK_TOKENS :])
-        journal.append({"stage": "fetched", "attempt": job.attempt, "num_tokens": stop, "has": has})
+        journal.append({"stage": "fetched", "attempt": job.id, "num_tokens": stop, "has": has})
 
-    def noting_advance(engine: ModelEngine, job: TransferJob) -> None:
-        told = len(engine._updates)
-        advance(engine, job)
-        if not any(isinstance(update, PrefillDone) for update in engine._updates[told:]):
+    def noting_advance(planner: PrefillPlanner, job: HeldAttempt) -> None:
+        told = len(planner._updates)
+        advance(planner, job)
+        if not any(isinstance(update, PrefillDone) for update in planner._updates[told:]):
             return
-        pool = engine._prefill.pool
-        has = _blocks_of(engine._prefill, job, job.num_tokens)
+        pool = planner._prefill.pool
+        has = _blocks_of(planner._prefill, job, job.num_tokens)
         journal.append(
             {
                 "stage": "computed",
-                "attempt": job.attempt,
+                "attempt": job.id,
                 "num_tokens": job.num_tokens,
                 "digests": digests([*pool.kv, *pool.index_keys], _rows_of(pool, job, job.num_tokens)[job.start :]),
                 "has": has,
@@ -102,17 +102,17 @@ def watch_prefill(journal: Journal) -> None:
             }
         )
 
-    ModelEngine._advance = noting_advance  # type: ignore[method-assign]
-    ChunkedPrefill.brought = noting_brought  # type: ignore[assignment,method-assign]
+    PrefillPlanner._advance = noting_advance  # type: ignore[method-assign]
+    ChunkedPrefill.mark_cached = noting_cached  # type: ignore[assignment,method-assign]
 
 
-def _rows_of(pool: "PagedKVPool", job: "TransferJob", stop: int) -> list[int]:
+def _rows_of(pool: "PagedKVPool", job: "HeldAttempt", stop: int) -> list[int]:
     assert job.pages is not None
     size = pool.page_size
     return [int(job.pages[position // size]) * size + position % size for position in range(stop)]
 
 
-def _blocks_of(prefill: "ChunkedPrefill[TransferJob]", job: "TransferJob", stop: int) -> dict[str, str]:
+def _blocks_of(prefill: "ChunkedPrefill[HeldAttempt]", job: "HeldAttempt", stop: int) -> dict[str, str]:
     pool = prefill.pool
     tokens = job.token_ids.tolist()[:stop]
     return blocks([*pool.kv, *pool.index_keys], _rows_of(pool, job, stop), tokens, 0)
@@ -134,7 +134,7 @@ def watch_decode(journal: Journal) -> None:
     had: dict[str, int] = {}
     """How many tokens of a request had KV when it was about to run: it computes what follows itself."""
     begin, land = HiSparseCoordinator.__init__, RemotePrefill._land
-    share, release = SlotManager.share, SlotManager.release
+    landed, release = SlotManager.landed, SlotManager.release
 
     def buffers() -> list[torch.Tensor]:
         [pool] = pools
@@ -159,11 +159,11 @@ def watch_decode(journal: Journal) -> None:
         journal.append({**line, "digests": digests(buffers(), new)})
         land(remote, attempt, done)
 
-    def noting_share(manager: SlotManager, request: Request) -> None:
+    def noting_landed(manager: SlotManager, request: Request, cached_tokens: int) -> None:
         had[request.request_id] = request.kv_tokens
         assert request.host_slots is not None
         note("begun", request, request.host_slots)
-        share(manager, request)
+        landed(manager, request, cached_tokens)
 
     def noting_release(manager: SlotManager, request: Request, keep: bool = True) -> None:
         if request.state is RequestState.RUNNING:
@@ -175,7 +175,7 @@ def watch_decode(journal: Journal) -> None:
 
     HiSparseCoordinator.__init__ = remembering_begin  # type: ignore[assignment,method-assign]
     RemotePrefill._land = noting_land  # type: ignore[method-assign]
-    SlotManager.share = noting_share  # type: ignore[method-assign]
+    SlotManager.landed = noting_landed  # type: ignore[method-assign]
     SlotManager.release = noting_release  # type: ignore[method-assign]
 
 

@@ -72,7 +72,7 @@ def assert_fetched_in_parts(cluster: Cluster, reference: Reference, ranks: int, 
     group = cluster.nodes["prefill"]
     assert group.metric("prefix_fetch_seconds_count") == 2
     readers = re.findall(r"process=prefill-rank-(\d+) event=reads ", group.log)
-    assert sorted(map(int, readers)) == list(range(ranks))
+    assert set(map(int, readers)) == set(range(ranks))
     replace_prefill("again", 1)
     assert ask(cluster, asked) == new
     decode.wait_unused("host_slots")

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.demo.__main__ import HOT_BUFFER
 from cli.serve import free_port
 from control.keys import generate
-from ranks.hung_ranks import GRACE_S
+from ranks.watchdog import GRACE_S
 from tests.e2e.cluster import Cluster, Job, Node, Place, complete, wait_until
 from tests.e2e.conftest import Reference
 from tests.e2e.hosts import Network, why_not

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ranks.hung_ranks import GRACE_S
+from ranks.watchdog import GRACE_S
 from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, complete, wait_until
 from tests.e2e.conftest import Reference
 from tests.e2e.served import all_gone

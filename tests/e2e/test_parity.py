@@ -23,8 +23,8 @@ def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
     return [[rng.randrange(256) for _ in range(length)] for length in lengths]
 
 
-ALONE = prompts(LENGTHS)
-TOGETHER = ALONE + prompts((2, 17, 100, 127, 128, 129, 130, 200, 256, 300), seed=1)
+NO_EXCHANGE = prompts(LENGTHS)
+TOGETHER = NO_EXCHANGE + prompts((2, 17, 100, 127, 128, 129, 130, 200, 256, 300), seed=1)
 
 
 def configurations() -> Iterator[Any]:
@@ -121,7 +121,7 @@ def test_greedy_tokens_equal_transformers(
     )
     cluster.wait_ready()
 
-    assert_exact(cluster, references[family], ALONE, concurrency=1, new_tokens=20)
+    assert_exact(cluster, references[family], NO_EXCHANGE, concurrency=1, new_tokens=20)
     assert_exact(cluster, references[family], TOGETHER, concurrency=16)
     assert_same_logprobs(cluster, references[family], [*prompts((1, 2, 500), seed=8)])
     assert_choices_share_a_prefill(cluster, prefill)
@@ -129,7 +129,7 @@ def test_greedy_tokens_equal_transformers(
     cached = prefill.metric("prefix_cache_hits_total", side="prefill")
     # The decode node has some prompts entirely, and asks nobody for them.
     cached += decode.metric("prefix_cache_hits_total", side="decode")
-    assert prefill.metric("prompt_tokens_total") + cached >= sum(len(prompt) - 1 for prompt in ALONE + TOGETHER)
+    assert prefill.metric("prompt_tokens_total") + cached >= sum(len(prompt) - 1 for prompt in NO_EXCHANGE + TOGETHER)
     assert prefill.metric("transfer_bytes_total") > 0
     assert f"event=route decode=127.0.0.1:{decode.control_port} transport={transport}" in prefill.log
     assert "event=landed" in decode.log

@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.cluster import HOT_BUFFER, Cluster, leave_when, wait_until
 from tests.e2e.conftest import FAMILIES, TOKEN_BYTES, Reference
-from tests.e2e.test_parity import ALONE, TOGETHER, assert_exact, assert_same_logprobs, prompts
+from tests.e2e.test_parity import NO_EXCHANGE, TOGETHER, assert_exact, assert_same_logprobs, prompts
 
 
 @pytest.mark.parametrize("family", [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.slow)])
@@ -52,7 +52,7 @@ def test_clients_that_leave_during_local_prefill_or_staging_leave_nothing_behind
         )
         decode.wait_unused("host_slots")
         assert decode.metric("device_slots", state="used") == 0
-    assert_exact(cluster, references["deepseek_v32"], [ALONE[4]], concurrency=1)
+    assert_exact(cluster, references["deepseek_v32"], [NO_EXCHANGE[4]], concurrency=1)
 
 
 @pytest.mark.parametrize("family", [FAMILIES[1], pytest.param(FAMILIES[0], marks=pytest.mark.slow)])

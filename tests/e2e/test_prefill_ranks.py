@@ -17,7 +17,7 @@ import pytest
 from cli.rank_group import plan_ranks
 from cli.serve import RANK_PORTS, free_port
 from prefill_node.config import PrefillConfig
-from ranks.rank_place import create_places
+from ranks.place import create_places
 from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, complete, leave_when, metric_value, wait_until
 from tests.e2e.conftest import FAMILIES, Reference
 from tests.e2e.served import ENVIRONMENT, all_gone, children_of, log, serve

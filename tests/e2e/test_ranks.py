@@ -23,8 +23,8 @@ from cli import rank_group
 from cli.rank_group import plan_ranks
 from cli.serve import RANK_PORTS, free_port
 from decode_node.config import DecodeConfig
-from ranks.group_table import GroupTable
-from ranks.rank_place import create_places
+from ranks.place import create_places
+from ranks.status import SharedStatus
 from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, Node, complete, wait_until
 from tests.e2e.conftest import FAMILIES, Reference
 from tests.e2e.served import all_gone, children_of, log, serve
@@ -207,7 +207,7 @@ def test_a_rank_with_another_checkpoint_is_refused_by_name(
     at = children[1].words.index("--model-path") + 1
     children[1].words[at] = str(checkpoints["glm_moe_dsa"])
     monkeypatch.setattr(rank_group.signal, "signal", lambda *_: None)
-    assert rank_group.supervise(children, GroupTable(places[0].table, 2), drain_timeout=1, step_timeout=30) == 2
+    assert rank_group.supervise(children, SharedStatus(places[0].status, 2), drain_timeout=1, step_timeout=30) == 2
     *_, last = capfd.readouterr().err.splitlines()
     assert re.fullmatch(
         r"error: rank \d: rank \d has \w+ \S+, rank \d has \S+: all ranks of a group need the same; "
@@ -246,7 +246,7 @@ def test_a_rank_whose_port_is_taken_is_refused_by_name(
     monkeypatch.setattr(rank_group.signal, "signal", lambda *_: None)
     with socket.create_server(("127.0.0.1", port + RANK_PORTS)):
         code = rank_group.supervise(
-            plan_ranks(config, places), GroupTable(places[0].table, 2), drain_timeout=1, step_timeout=30
+            plan_ranks(config, places), SharedStatus(places[0].status, 2), drain_timeout=1, step_timeout=30
         )
     assert code == 2
     *_, last = capfd.readouterr().err.splitlines()
@@ -270,7 +270,7 @@ def test_host_pools_that_do_not_fit_together_are_refused_with_the_sum(
     places = create_places(2)
     monkeypatch.setattr(rank_group.signal, "signal", lambda *_: None)
     code = rank_group.supervise(
-        plan_ranks(config, places), GroupTable(places[0].table, 2), drain_timeout=1, step_timeout=30
+        plan_ranks(config, places), SharedStatus(places[0].status, 2), drain_timeout=1, step_timeout=30
     )
     assert code == 2
     *_, last = capfd.readouterr().err.splitlines()

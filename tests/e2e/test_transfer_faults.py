@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from decode_node.health import SILENCE_S
+from decode_node.prefill_nodes import SILENCE_S
 from prefill_node.lease import LEASE_S
 from tests.e2e.chaos_audit import Audit, read_journal
 from tests.e2e.cluster import Cluster, Job, Node, complete, wait_until

@@ -39,6 +39,7 @@ def job(key: str, length: int) -> NamedJob:
 
 def compute(prefill: ChunkedPrefill[NamedJob]) -> list[Computed]:
     """The next step; an empty list if no job can go on."""
+    prefill.start_waiting()
     step = prefill.plan()
     if step is None:
         return []
@@ -61,6 +62,7 @@ def test_a_chunk_is_shared_by_several_requests() -> None:
 def test_rows_are_as_long_as_the_sequence_with_the_token_that_is_decoded() -> None:
     prefill, _ = chunked()
     prefill.add(job("a", 4))
+    prefill.start_waiting()
     step = prefill.plan()
     assert step is not None
     assert [chunk.sequence_length for _, chunk in step.chunks] == [5]
@@ -107,19 +109,18 @@ def test_a_job_is_computed_from_where_the_cache_ends() -> None:
     prefill.add(second)
     assert prefill.queued_tokens == 72, "known before it starts"
     assert compute(prefill) == [(second, 128, 200)]
-    assert (second.cached, prefill.take_found()) == (128, [(second, 0, 128)])
-    assert prefill.take_found() == []
+    assert second.cached == 128
 
 
-def test_a_job_of_which_nothing_is_left_is_found_and_in_no_step() -> None:
+def test_a_job_of_which_nothing_is_left_is_in_no_step() -> None:
     prefill, _ = chunked(num_pages=8, page_size=32, chunk_size=200, is_caching=True)
     first, second = job("a", 128), job("b", 128)
     prefill.add(first)
     compute(prefill)
     prefill.add(second)
+    assert prefill.start_waiting() == []
     assert prefill.plan() is None
-    assert prefill.take_found() == [(second, 0, 128)]
-    assert (second.remaining, prefill.queued_tokens) == (0, 0)
+    assert (second.computed, second.remaining, prefill.queued_tokens) == (128, 0, 0)
     prefill.release(first)
     prefill.release(second)
     prefill.pages.check_idle()
@@ -134,7 +135,6 @@ def test_a_started_job_uses_what_the_one_before_it_has_computed_meanwhile() -> N
     assert second.pages is not None, "it has started"
     before = second.pages
     assert compute(prefill) == [(first, 64, 100), (second, 64, 92)]
-    assert prefill.take_found() == [(second, 0, 64)]
     assert before.tolist() != second.pages.tolist()
     assert compute(prefill) == [(second, 92, 156)], "it looks for no more once it computes"
 

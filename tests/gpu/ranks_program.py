@@ -13,7 +13,7 @@ from kernels.operands import RmsNorm
 from model.feed_forward import MixtureOfExperts
 from model.loader import DTYPES, load_model
 from ranks.group import RankGroup
-from ranks.rank_place import RankPlace
+from ranks.place import RankPlace
 from service.start import use_device
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -15,13 +15,14 @@ from model.loader import load_model
 from model.passes import PrefillChunk
 from model.tiny import write_tiny_checkpoint
 from prefill_node.arrival import AwaitedPrefixes, PrefixArrival
-from prefill_node.fetch import Fetch, FetchReport, RunningFetch
+from prefill_node.fetch import Fetch, RunningFetch
 from prefill_node.landing import DeviceSink, KVSink
+from prefill_node.orders import BlockToRead, TransferReport
 from prefill_node.ring import SendRings
 from tests.identity import IDENTITY
-from tests.prefill_node.endpoint_harness import TCP
 from tests.prefill_node.fakes import ME
 from tests.prefill_node.sending import LateChannel, LateCopy
+from tests.prefill_node.world import TCP
 from transfer.checksum import digests
 from transfer.memory import Checksums
 from transfer.planner import Descriptors
@@ -66,7 +67,8 @@ def test_kv_is_what_it_is_behind_a_whole_prefix(tmp_path: Path, dtype: torch.dty
     there = [layer[rows].cpu() for layer in (*expected.kv, *expected.index_keys)]
     buffers, slots = buffer_info(there), np.arange(PREFIX)
     arrival = PrefixArrival(layout.layer_of_buffer)
-    fetch = Fetch(
+    block = BlockToRead(
+        1,
         AttemptId("decode", "r", 1),
         ME,
         Destination(identity=IDENTITY, buffers=buffers, sessions=TCP),
@@ -75,10 +77,11 @@ def test_kv_is_what_it_is_behind_a_whole_prefix(tmp_path: Path, dtype: torch.dty
         PAGES,
         slots,
         Checksums.of(list(digests(buffers, slots, 0))),
-        lambda: True,
-        arrival,
+        after=0,
+        reports_layers=False,
     )
-    reports: list[FetchReport] = []
+    fetch = Fetch(block, lambda: True, lambda report: None, arrival)
+    reports: list[TransferReport] = []
 
     def read() -> None:
         reports.append(RunningFetch(fetch, Reader(SlowChannel("tcp")), new_sink(found), PAGE_SIZE).run(lambda: True))
@@ -86,7 +89,7 @@ def test_kv_is_what_it_is_behind_a_whole_prefix(tmp_path: Path, dtype: torch.dty
 
     reading = threading.Thread(target=read)
     reading.start()
-    awaited = AwaitedPrefixes({"r": arrival}, num_jobs=1, patience=60.0)
+    awaited = AwaitedPrefixes({0: arrival}, num_chunks=1, patience=60.0)
     behind = PrefillChunk(PROMPT[PREFIX:], PREFIX, TOKENS + 1, PagedSequence(found, PAGES))
     model.prefill([behind], awaited.wait)
     reading.join()

@@ -28,12 +28,12 @@ SCALING = 0.1
 NUM_ROWS = 5000
 
 # heads, latent_dim, rope_dim: the tiny models', odd ones, and those of the real models.
-TINY, ODD, SMALL_SHARD, WHOLE = (4, 24, 16), (20, 48, 10), (16, 512, 64), (128, 512, 64)
+TINY, ODD, SMALL_SHARD, SINGLE_RANK = (4, 24, 16), (20, 48, 10), (16, 512, 64), (128, 512, 64)
 SHAPES = [
     *((queries, dims, k) for queries in (1, 3, 64) for dims in (TINY, ODD) for k in (1, 33, 64, 257)),
     *((queries, SMALL_SHARD, k) for queries in (1, 4, 16, 64) for k in (100, 2048)),
-    *((queries, WHOLE, k) for queries in (1, 17) for k in (1000, 2048)),
-    (300, WHOLE, 130),
+    *((queries, SINGLE_RANK, k) for queries in (1, 17) for k in (1000, 2048)),
+    (300, SINGLE_RANK, 130),
 ]
 
 

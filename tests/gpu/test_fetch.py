@@ -8,14 +8,14 @@ from control.messages import AttemptId, Destination
 from kvcache.layout import buffer_info
 from kvcache.paged_pool import PagedKVPool
 from prefill_node.arrival import PrefixArrival
-from prefill_node.fetch import Fetch, FetchReport, RunningFetch
+from prefill_node.fetch import Fetch, RunningFetch
 from prefill_node.landing import DeviceSink
+from prefill_node.orders import BlockToRead, TransferReport
 from prefill_node.ring import SendRings
 from tests.identity import IDENTITY
-from tests.prefill_node.endpoint_harness import TCP
-from tests.prefill_node.fakes import ME
+from tests.prefill_node.fakes import LAYOUT, ME
 from tests.prefill_node.sending import LateChannel
-from tests.prefill_node.sequences import LAYOUT
+from tests.prefill_node.world import TCP
 from transfer.checksum import digests
 from transfer.memory import BufferInfo, Checksums
 from transfer.reader import Reader
@@ -40,7 +40,7 @@ class Fetching:
         rings = SendRings(pin=True, register=self.registered.append)
         self.sink = DeviceSink(self.layers, rings)
 
-    def run(self, start: int, spoilt: bool = False) -> FetchReport:
+    def run(self, start: int, spoilt: bool = False) -> TransferReport:
         buffers = buffer_info(self.there)
         found = Checksums.of(list(digests(buffers, self.slots[start:], start)))
         if spoilt:
@@ -49,7 +49,8 @@ class Fetching:
         attempt = AttemptId("decode", "r", 1)
         self.arrival = PrefixArrival(LAYOUT.layer_of_buffer)
         slots = self.slots[start:]
-        fetch = Fetch(attempt, ME, destination, start, TOKENS, self.pages, slots, found, lambda: True, self.arrival)
+        read = BlockToRead(1, attempt, ME, destination, start, TOKENS, self.pages, slots, found, 0, False)
+        fetch = Fetch(read, lambda: True, lambda report: None, self.arrival)
         return RunningFetch(fetch, Reader(self.channel), self.sink, PAGE_SIZE).run(lambda: True)
 
     def rows(self) -> np.ndarray:

@@ -24,6 +24,7 @@ def computed(checkpoint: Path, device: torch.device, dtype: torch.dtype) -> Prom
     job = PrefillJob(torch.tensor(PROMPT[:-1]), prompt_logprobs=TOP, last_token=PROMPT[-1])
     prefill.add(other)
     prefill.add(job)
+    prefill.start_waiting()
     table = PromptLogprobTable(len(PROMPT), TOP)
     while (step := prefill.plan()) is not None:
         for asked, queued in prefill.compute(step).items():

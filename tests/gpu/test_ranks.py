@@ -13,7 +13,7 @@ import torch
 from cli.serve import die_with_parent
 from kernels.operands import BlockFp8
 from model.tiny import write_tiny_checkpoint
-from ranks.rank_place import create_places
+from ranks.place import create_places
 from tests.e2e.cluster import HOT_BUFFER, Cluster, wait_until
 from tests.e2e.conftest import FAMILIES, Reference, checkpoints, references, start_cluster
 from tests.e2e.test_group_fetch import assert_fetched_in_parts

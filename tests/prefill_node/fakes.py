@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -42,6 +43,9 @@ class FakeModel:
         own = -hidden[:, 0] - 1
         top = torch.zeros((len(hidden), count))
         return TokenLogprobs(own, next_ids.int(), top, top.int())
+
+
+MessageT = TypeVar("MessageT", bound=Message)
 
 
 @dataclass
@@ -95,7 +99,7 @@ class FakeControl:
         messages = [*(message for _, message in list(self.sent)), *repeated]
         return [output for message in messages if isinstance(message, Outputs) for output in message.rows()]
 
-    def take(self, kind: type[Message]) -> list[Message]:
+    def take(self, kind: type[MessageT]) -> list[MessageT]:
         """Messages of a kind sent since the last call."""
         taken = [message for _, message in self.sent if isinstance(message, kind)]
         self.sent = [pair for pair in self.sent if not isinstance(pair[1], kind)]

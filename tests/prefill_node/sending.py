@@ -5,12 +5,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 import torch
 
 from control.messages import AttemptId, Destination, Peer
-from prefill_node.outgoing import Chunk, SendReport
+from prefill_node.orders import BlockToSend, TransferReport
+from prefill_node.outgoing import Chunk
 from prefill_node.progress import ForwardProgress
 from prefill_node.ring import SendRings
 from prefill_node.sender import Sender, SendResources
@@ -102,7 +104,7 @@ class Sending:
         self.transport = transport
         self.silence = 0.0
         self.unreachable = False
-        self.reports: queue.SimpleQueue[SendReport] = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[TransferReport] = queue.SimpleQueue()
         self.registered: list[BufferInfo] = []
         self.connecting_is_broken = False
         self.registering_is_broken = False
@@ -113,7 +115,8 @@ class Sending:
             connect=self._connect,
             silence=lambda decode: self.silence,
         )
-        self.sender = Sender(self.resources, self.reports.put)
+        self.sender = Sender(self.resources)
+        self._numbers = count(1)
 
     def destination(self) -> Destination:
         buffers = BufferInfo(
@@ -149,34 +152,36 @@ class Sending:
         progress: ForwardProgress | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Chunk:
-        """One of a request that was admitted: its decode node has a thread."""
-        decode = Peer(role="decode", address=f"{boot}:1", boot_id=boot)
-        assert self.sender.open(decode)
         rng = np.random.default_rng(1)
-        return Chunk(
-            attempt=AttemptId(boot, "r", 1),
-            start=start,
-            stop=stop,
-            pages=rng.permutation(NUM_PAGES) if pages == "scattered" else np.arange(NUM_PAGES),
-            slots=rng.permutation(NUM_SLOTS) if slots == "scattered" else np.arange(NUM_SLOTS),
-            decode=decode,
-            destination=self.destination(),
-            progress=progress or done(),
-            cancelled=cancelled,
-        )
+        pages_of = rng.permutation(NUM_PAGES) if pages == "scattered" else np.arange(NUM_PAGES)
+        slots_of = rng.permutation(NUM_SLOTS) if slots == "scattered" else np.arange(NUM_SLOTS)
+        decode, work = Peer(role="decode", address=f"{boot}:1", boot_id=boot), next(self._numbers)
+        attempt, to = AttemptId(boot, "r", 1), self.destination()
+        write = BlockToSend(work, attempt, decode, to, start, stop, pages_of, slots_of[start:stop])
+        return Chunk(write, lambda: not cancelled(), self.reports.put, progress or done())
 
-    def send(self, chunk: Chunk) -> SendReport:
+    def submit(self, chunk: Chunk) -> None:
         self.sender.submit(chunk)
+
+    def send(self, chunk: Chunk) -> TransferReport:
+        self.submit(chunk)
         return self.reports.get(timeout=10)
 
     def check_bytes(self, chunk: Chunk) -> None:
         """Every item of the chunk is at its slot, and every other slot is untouched."""
-        positions = np.arange(chunk.start, chunk.stop)
-        rows = chunk.pages[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+        positions = np.arange(chunk.block.start, chunk.block.stop)
+        rows = chunk.block.pages[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
         for layer, target in zip(self.layers, self.target, strict=True):
             expected = torch.zeros_like(target)
-            expected[chunk.slots[positions]] = layer[rows].cpu()
+            expected[chunk.block.slots] = layer[rows].cpu()
             assert torch.equal(target, expected)
+
+
+def at_slots(write: BlockToSend) -> np.ndarray:
+    """The slot of each position; it means nothing of those that are not written."""
+    slots = np.zeros(NUM_PAGES * PAGE_SIZE, dtype=np.int64)
+    slots[write.start : write.stop] = write.slots
+    return slots
 
 
 def done() -> ForwardProgress:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from control.messages import AttemptId, FetchDone, PrefillFailed, Quiesced
-from prefill_node import prefix_fetches
-from prefill_node.arrival import AwaitedPrefixes, NothingLeft, PrefixArrival
+from prefill_node import prefixes
+from prefill_node.arrival import AllJobsVoid, AwaitedPrefixes, PrefixArrival, arrives_in_time
 from prefill_node.costs import ComputeCost
+from prefill_node.orders import LayersRead
 from tests.prefill_node.sending import LateChannel, LateCopy
-from tests.prefill_node.sequences import TOKEN_BYTES
 from tests.prefill_node.test_fetch import FIRST, PREFIX, SENT_TO, Fetching
+from tests.prefill_node.world import TOKEN_BYTES
 from transfer.planner import Descriptors
 from transfer.writer import Outcome
 
@@ -48,35 +49,42 @@ class Arriving(Fetching):
 
     def __init__(self) -> None:
         super().__init__()
-        self.reads: GatedReads = GatedReads()
+        self.gated = self.first.reads = GatedReads()
         self.think_passes_take(100.0)
 
     def think_passes_take(self, seconds: float) -> None:
-        self.engine._fetches.compute_cost = ComputeCost(chunk_size=32)
-        self.engine._fetches.compute_cost.observe([(0, 32)], seconds)
+        self.fetches.compute_cost = ComputeCost(chunk_size=32)
+        self.fetches.compute_cost.observe([(0, 32)], seconds)
 
     def ask_and_grant(self, spoilt_layer: int | None = None) -> AttemptId:
         attempt, asked = self.ask_fetching()
         grant = self.grant(asked)
         if spoilt_layer is not None:
             self.slots.layers[spoilt_layer][grant.extents[-1][0]] += 1
-        self.engine.fetch_answered(grant)
+        self.planner.fetch_answered(grant)
         return attempt
 
     def until_in_a_pass(self) -> None:
         self.turn_until(lambda: bool(self.model.computed))
 
+    def until_layers_came(self, attempt: AttemptId) -> None:
+        def layers_came() -> bool:
+            fetch = self.held[attempt].fetch
+            return fetch is not None and fetch.layers is not None
+
+        self.turn_until(layers_came)
+
     def compute_another(self) -> None:
         """A prompt of 40 tokens that shares nothing."""
         other = self.ask([9] * 40, 0, ((800, 40),))
         self.done(other)
-        assert self.engine.release(other)
+        self.release(other)
 
     def check_sent_once(self, attempt: AttemptId) -> None:
         done = self.done(attempt)
         self.check_sent()
         assert done.transferred_bytes == (200 - PREFIX) * TOKEN_BYTES
-        assert self.engine.release(attempt)
+        self.release(attempt)
         self.cache.check_idle()
         self.cache.check_integrity()
         again = self.ask(FIRST[:200], PREFIX, SENT_TO)
@@ -88,7 +96,7 @@ class Arriving(Fetching):
 def node() -> Iterator[Arriving]:
     node = Arriving()
     yield node
-    node.reads.gate.set()
+    node.gated.gate.set()
     node.close()
 
 
@@ -98,8 +106,8 @@ def test_a_pass_begins_when_the_first_layer_is_there_and_nothing_is_sent_before_
     assert node.model.computed == [[(128, 160)]]
     assert node.metric("requests", state="fetching") == 1
     assert node.channel.posted == []
-    assert node.cache.find(node.engine._jobs[attempt].token_ids.numpy()) == 0, "not all of it is verified"
-    node.reads.gate.set()
+    assert node.cache.find(node.held[attempt].token_ids.numpy()) == 0, "not all of it is verified"
+    node.gated.gate.set()
     node.until(FetchDone, attempt)
     node.finish(attempt, computed=72)
     assert node.metric("prefix_fetched_tokens_total") == PREFIX
@@ -114,7 +122,7 @@ def test_a_layer_that_does_not_come_makes_the_pass_void_and_the_prompt_is_comput
         node.reads.outcomes = [*[Outcome.LANDED] * LAYER_0, Outcome.FAILED]
     attempt = node.ask_and_grant(spoilt_layer)
     node.until_in_a_pass()
-    node.reads.gate.set()
+    node.gated.gate.set()
     node.until(FetchDone, attempt)
     node.lend()
     node.compute_another()
@@ -128,12 +136,12 @@ def test_a_layer_that_does_not_come_makes_the_pass_void_and_the_prompt_is_comput
 def test_a_prefix_that_stalls_costs_others_a_moment_and_is_used_when_it_comes(
     node: Arriving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_fetches, "pass_patience", lambda _: 0.05)
+    monkeypatch.setattr(prefixes, "pass_patience", lambda _: 0.05)
     attempt = node.ask_and_grant()
     node.until_in_a_pass()
     node.compute_another()
     assert node.metric("requests", state="fetching") == 1, "it goes on"
-    node.reads.gate.set()
+    node.gated.gate.set()
     node.until(FetchDone, attempt)
     node.check_sent_once(attempt)
     assert node.metric("prompt_tokens_total") == 72 + 40 + (200 - 192)
@@ -141,20 +149,20 @@ def test_a_prefix_that_stalls_costs_others_a_moment_and_is_used_when_it_comes(
 
 
 def test_a_prompt_that_shares_a_void_pass_is_computed_there(node: Arriving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_fetches, "pass_patience", lambda _: 0.05)
+    monkeypatch.setattr(prefixes, "pass_patience", lambda _: 0.05)
     node.prefill.chunk_size = 100
     _, asked = node.ask_fetching(length=150)
     node.model.before_pass = lambda: node.hold.wait(10)
     held_up = node.ask([8] * 20, 0, ((900, 20),))
-    node.turn_until(lambda: node.engine.progress(()).current_pass is not None)
-    node.engine.fetch_answered(node.grant(asked))
+    node.turn_until(lambda: node.planner.progress(()).current_pass is not None)
+    node.planner.fetch_answered(node.grant(asked))
     other = node.ask([9] * 40, 0, ((800, 40),))
-    node.turn_until(lambda: node.engine._fetches._running[asked.attempt].arrival.keeps_ahead_of(100.0))
+    node.until_layers_came(asked.attempt)
     node.hold.set()
     node.done(held_up)
     node.done(other)
     assert node.model.computed == [[(0, 20)], [(128, 150), (0, 40)]]
-    node.reads.gate.set()
+    node.gated.gate.set()
     node.done(asked.attempt)
     node.check_sent(150)
     assert node.model.computed[2:] == [[(128, 150)]]
@@ -163,23 +171,23 @@ def test_a_prompt_that_shares_a_void_pass_is_computed_there(node: Arriving, monk
 def test_a_slow_link_keeps_its_prompt_out_of_passes(node: Arriving, monkeypatch: pytest.MonkeyPatch) -> None:
     node.think_passes_take(1e-9)
     # What the other prompt really takes on a busy machine is long enough for the link.
-    monkeypatch.setattr(node.engine._fetches.compute_cost, "observe", lambda *_: None)
+    monkeypatch.setattr(node.fetches.compute_cost, "observe", lambda *_: None)
     attempt = node.ask_and_grant()
-    node.turn_until(lambda: node.engine._fetches._running[attempt].arrival.keeps_ahead_of(1e9))
+    node.until_layers_came(attempt)
     node.compute_another()
     assert node.model.tokens == 40
-    node.reads.gate.set()
+    node.gated.gate.set()
     node.until(FetchDone, attempt)
     node.check_sent_once(attempt)
     assert node.model.computed[2] == [(128, 160)]
 
 
 def give_up(node: Arriving, attempt: AttemptId) -> None:
-    node.engine.stop(attempt)
+    node.stop(attempt)
 
 
 def fail(node: Arriving, attempt: AttemptId) -> None:
-    node.engine.stop(attempt, "the decode node is gone")
+    node.stop(attempt, "the decode node is gone")
 
 
 @pytest.mark.parametrize("stop", [give_up, fail])
@@ -191,12 +199,12 @@ def test_an_attempt_that_is_stopped_frees_the_pass_at_once_and_its_pages_when_no
     stop(node, attempt)
     node.compute_another()
     assert node.metric("prefill_pages", state="used") > 0
-    assert not [u for u in node.updates if isinstance(u, Quiesced)], "it is being read"
-    node.reads.gate.set()
-    node.turn_until(lambda: attempt not in node.engine.attempts)
+    assert not node.told(Quiesced), "it is being read"
+    node.gated.gate.set()
+    node.turn_until(lambda: attempt not in node.held)
     said = node.until(Quiesced if stop is give_up else PrefillFailed, attempt)
     assert not getattr(said, "in_flight", False)
-    assert not [u for u in node.updates if isinstance(u, FetchDone)]
+    assert not node.told(FetchDone)
     assert node.metric("prompt_tokens_total") == 40
 
 
@@ -205,7 +213,7 @@ def test_a_node_that_closes_waits_for_no_prefix() -> None:
     node.ask_and_grant()
     node.until_in_a_pass()
     node.close()
-    node.reads.gate.set()
+    node.gated.gate.set()
 
 
 # --- what a pass waits for ---
@@ -220,12 +228,18 @@ def test_the_buffers_of_a_layer_are_read_together() -> None:
     assert arrival().num_layers == 4
 
 
+def ended_in_time(coming: PrefixArrival) -> bool:
+    found: list[bool] = []
+    coming.end(found.append)
+    return found == [True]
+
+
 def test_the_last_layer_counts_when_the_fetch_has_ended() -> None:
     coming = arrival()
     coming.begin()
-    coming.layers_came(4)
+    coming.set_layers_ready(4)
     assert [coming.wait(layer, 0) for layer in (0, 1, 2)] == [True] * 3
-    assert coming.end()
+    assert ended_in_time(coming)
     coming.give_up()
     assert coming.wait(3, 0)
 
@@ -234,44 +248,34 @@ def test_what_was_given_up_stays_given_up() -> None:
     for late in (False, True):
         coming = arrival()
         coming.begin()
-        coming.layers_came(2)
+        coming.set_layers_ready(2)
         if late:
             assert not coming.wait(2, 0)
         else:
             coming.give_up()
-        coming.layers_came(4)
-        assert not coming.end()
+        coming.set_layers_ready(4)
+        assert not ended_in_time(coming)
         assert not coming.wait(0, 1000)
-        assert not coming.keeps_ahead_of(1000)
 
 
-def test_a_prefix_keeps_ahead_if_the_rest_of_it_is_expected_before_its_last_layer_is_computed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr("prefill_node.arrival.time.monotonic", lambda: now[0])
-    coming = arrival()
-    coming.begin()
-    assert not coming.keeps_ahead_of(1000.0)
-    now[0] = 2.0
-    coming.layers_came(1)
+def test_a_prefix_is_in_time_if_all_is_expected_before_the_last_layer() -> None:
+    one_of_four = LayersRead(work=1, layers=1, began_at=0.0, at=2.0)
     # Three more take 6 s; the last one is needed after three quarters of the pass.
-    assert coming.keeps_ahead_of(8.0)
-    assert not coming.keeps_ahead_of(7.9)
-    now[0] = 12.0
-    assert not coming.keeps_ahead_of(8.0), "the second one is late"
+    assert arrives_in_time(one_of_four, 4, 8.0, now=2.0)
+    assert not arrives_in_time(one_of_four, 4, 7.9, now=2.0)
+    assert not arrives_in_time(one_of_four, 4, 8.0, now=12.0), "the second one is late"
 
 
 def test_a_pass_waits_no_longer_for_all_its_prefixes_than_it_may() -> None:
     first, second = arrival(), arrival()
-    awaited = AwaitedPrefixes({"a": first, "b": second}, num_jobs=3, patience=0.0)
+    awaited = AwaitedPrefixes({0: first, 2: second}, num_chunks=3, patience=0.0)
     first.begin()
-    first.layers_came(2)
+    first.set_layers_ready(2)
     awaited.wait(0)
-    assert awaited.void == {"b"}
+    assert awaited.void == {2}
     awaited.wait(1)
     awaited.wait(2)
-    assert awaited.void == {"a", "b"}
-    alone = AwaitedPrefixes({"a": first}, num_jobs=1, patience=0.0)
-    with pytest.raises(NothingLeft):
+    assert awaited.void == {0, 2}
+    alone = AwaitedPrefixes({0: first}, num_chunks=1, patience=0.0)
+    with pytest.raises(AllJobsVoid):
         alone.wait(0)

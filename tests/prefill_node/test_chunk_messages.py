@@ -6,7 +6,7 @@ from control.messages import Abort, Admitted, AttemptId, ChunkDone, ChunkTaken, 
 from control.prompt_logprobs import PromptLogprobTable
 from prefill_node.offer import Offer
 from tests.identity import IDENTITY
-from tests.prefill_node.endpoint_harness import DECODE, Harness, R, checksum_of, request
+from tests.prefill_node.world import DECODE, R, World, checksum_of, request
 from transfer.memory import Checksums
 
 
@@ -15,7 +15,7 @@ def chunk_done(number: int, start: int, stop: int) -> ChunkDone:
 
 
 def test_the_checksums_of_a_chunk_are_told_when_it_has_landed_and_those_of_the_last_in_the_end() -> None:
-    h = Harness()
+    h = World()
     h.receive(request(token_ids=tuple(range(14)), extents=((0, 14),)))
     h.start()
     h.sent(checksums=True)
@@ -39,11 +39,11 @@ def test_the_checksums_of_a_chunk_are_told_when_it_has_landed_and_those_of_the_l
 
 
 def test_a_chunk_that_lands_after_the_last_is_told_by_itself_too() -> None:
-    h = Harness()
+    h = World()
     h.receive(request())
     h.compute()
     h.compute()
-    h.sender.chunks.reverse()
+    h.writes.reverse()
     h.sent(checksums=True)
     assert not h.control.repeated
     h.sent(checksums=True)
@@ -66,23 +66,25 @@ def positions_of(*messages: Message) -> list[int]:
 
 @pytest.mark.parametrize("checksums", [True, False])
 def test_log_probabilities_are_told_once_by_the_first_message_after_they_were_computed(checksums: bool) -> None:
-    h = Harness()
+    h = World()
     h.receive(request(token_ids=tuple(range(14)), extents=((0, 14),), prompt_logprobs=2, last_token_id=77))
     h.start()
     h.sent(checksums=checksums)
-    assert not positions_of(*(message for _, message in h.control.repeated.values())), "they are not computed yet"
+    assert not positions_of(*h.repeated), "they are not computed yet"
     h.finish()
     h.compute()
     h.sent(checksums=checksums)
     h.compute()
     h.sent(checksums=checksums)
-    *chunks, done = (message for _, message in h.control.repeated.values())
+    *chunks, done = h.repeated
     assert len(chunks) == (2 if checksums else 1), "only a chunk that brings something has a message"
-    assert positions_of(chunks[-1]) == list(range(1, 13))
+    last = chunks[-1]
+    assert isinstance(last, ChunkDone)
+    assert positions_of(last) == list(range(1, 13))
     assert positions_of(done) == [13, 14]
     assert isinstance(done, PrefillDone)
     table = PromptLogprobTable(15, 2)
-    for piece in (*chunks[-1].prompt_logprobs, *done.prompt_logprobs):
+    for piece in (*last.prompt_logprobs, *done.prompt_logprobs):
         assert table.rejection_reason(piece) is None
         table.add(piece)
     assert table.complete
@@ -91,14 +93,14 @@ def test_log_probabilities_are_told_once_by_the_first_message_after_they_were_co
 
 
 def test_a_pass_gives_log_probabilities_to_those_that_ask_for_them() -> None:
-    h = Harness()
+    h = World()
     h.receive(request(token_ids=(1, 2, 3), extents=((0, 3),)))
     other = AttemptId("decode", "other", 1)
     h.receive(request(attempt=other, token_ids=(4, 5), extents=((0, 2),), prompt_logprobs=0, last_token_id=6))
     h.compute()
     h.sent()
     h.sent()
-    dones = {key[1]: message for key, (_, message) in h.control.repeated.items()}
+    dones = {message.attempt: message for message in h.repeated if isinstance(message, PrefillDone)}
     assert positions_of(dones[R]) == []
     assert positions_of(dones[other]) == [1, 2]
 
@@ -107,13 +109,13 @@ def test_more_log_probabilities_than_a_message_should_have_are_refused() -> None
     few = request(prompt_logprobs=20, last_token_id=5)
     offer = Offer(IDENTITY, ("tcp",), max_tokens=2**20, vocab_size=100)
     many = few.model_copy(update={"token_ids": (1,) * 2**17})
-    assert offer.refusal(few) is None
-    assert "exceed the limit" in str(offer.refusal(many))
-    assert "token id 100" in str(offer.refusal(few.model_copy(update={"last_token_id": 100})))
+    assert offer.rejection_reason(few) is None
+    assert "exceed the limit" in str(offer.rejection_reason(many))
+    assert "token id 100" in str(offer.rejection_reason(few.model_copy(update={"last_token_id": 100})))
 
 
 def test_without_checksums_no_chunk_is_told_of() -> None:
-    h = Harness()
+    h = World()
     h.receive(request())
     h.compute()
     h.compute()
@@ -128,7 +130,7 @@ def test_without_checksums_no_chunk_is_told_of() -> None:
 @pytest.mark.parametrize("end", ["admitted", "aborted", "failed"])
 def test_an_entry_that_ends_says_nothing_of_its_chunks_any_more(end: str) -> None:
     """The decode node need not have answered: all of it was in vain, or has arrived."""
-    h = Harness()
+    h = World()
     h.receive(request())
     h.compute()
     h.compute()
@@ -143,13 +145,13 @@ def test_an_entry_that_ends_says_nothing_of_its_chunks_any_more(end: str) -> Non
             h.sent(error="aborted")
         case "failed":
             h.sent(error="the peer is gone")
-    assert len(h.engine.attempts) == 0
+    assert len(h.held) == 0
     assert not h.control.repeated
     h.receive(ChunkTaken(attempt=R, number=0))
 
 
 def test_a_chunk_that_lands_after_an_abort_is_not_told_of() -> None:
-    h = Harness()
+    h = World()
     h.receive(request())
     h.compute()
     h.compute()
@@ -161,12 +163,12 @@ def test_a_chunk_that_lands_after_an_abort_is_not_told_of() -> None:
 
 
 def test_only_its_own_decode_node_answers_for_a_chunk() -> None:
-    h = Harness()
+    h = World()
     h.receive(request())
     h.compute()
     h.sent(checksums=True)
     other = Peer(role="decode", address="127.0.0.1:2", boot_id="second")
-    h.receive(ChunkTaken(attempt=R, number=0), other)
+    h.receive(ChunkTaken(attempt=R, number=0), sender=other)
     h.receive(ChunkTaken(attempt=R._replace(epoch=2), number=0))
     h.receive(ChunkTaken(attempt=R, number=1))
     assert list(h.control.repeated.values()) == [(DECODE, chunk_done(0, 0, 6))]

@@ -25,14 +25,15 @@ from control.messages import (
     Progress,
     Quiesced,
 )
-from prefill_node.job import JobState
+from prefill_node.attempt import HeldState
+from prefill_node.planner import MAX_DECODE_NODES
 from tests.identity import IDENTITY
-from tests.prefill_node.endpoint_harness import BUFFERS, DECODE, TCP, Harness, R, request
+from tests.prefill_node.world import BUFFERS, DECODE, TCP, R, World, request
 from transfer.memory import BufferInfo, Checksums, Session
 
 
 def test_done_is_said_after_the_last_write_and_repeated_until_admitted() -> None:
-    h = Harness()
+    h = World()
     h.receive(request())
     h.compute()
     h.compute()
@@ -50,21 +51,21 @@ def test_done_is_said_after_the_last_write_and_repeated_until_admitted() -> None
 
 
 def test_a_repeated_request_is_answered_and_computed_once() -> None:
-    h = Harness()
+    h = World()
     h.receive(request())
     h.receive(request())
     assert len(h.control.take(PrefillAccepted)) == 2
-    assert h.engine.queued_tokens == 10
+    assert h.planner.queued_tokens == 10
 
 
 def test_quiesced_is_said_only_when_no_write_is_in_flight() -> None:
     """sglang PRs 24580, 31357: a late write after an abort corrupted another request."""
-    h = Harness()
+    h = World()
     h.receive(request())
     h.compute()
     h.compute()
     h.receive(Abort(attempt=R))
-    assert all(chunk.cancelled() for chunk in h.sender.chunks)
+    assert all(map(h.is_cancelled, h.writes))
     assert h.control.take(Quiesced) == []
     h.sent(error="aborted")
     assert h.control.take(Quiesced) == []
@@ -74,46 +75,46 @@ def test_quiesced_is_said_only_when_no_write_is_in_flight() -> None:
 
 
 def test_an_abort_is_answered_again_and_a_late_repeat_of_its_request_is_not_started() -> None:
-    h = Harness()
+    h = World()
     for _ in range(2):
         h.receive(Abort(attempt=R))
     assert len(h.control.take(Quiesced)) == 2
     h.receive(request())
     assert h.control.take(Quiesced) == [Quiesced(attempt=R)]
-    assert h.engine.queued_tokens == 0
+    assert h.planner.queued_tokens == 0
 
 
 def test_the_next_epoch_is_another_request() -> None:
-    h = Harness()
+    h = World()
     h.receive(Abort(attempt=R))
     h.receive(request(attempt=R._replace(epoch=2)))
-    assert h.engine.queued_tokens == 10
+    assert h.planner.queued_tokens == 10
 
 
 def test_a_request_that_moved_to_another_decode_node_is_another_one() -> None:
     """Its first decode node fell silent, and a write to that one takes a minute to fail: the second must not wait."""
-    h = Harness()
+    h = World()
     second = Peer(role="decode", address="127.0.0.1:2", boot_id="second")
     h.receive(request())
     h.compute()
     theirs = R._replace(decode="second")
-    h.receive(request(attempt=theirs), second)
-    assert len(h.engine.attempts) == 2
-    h.receive(Abort(attempt=theirs), second)
-    assert h.control.sent[-1] == (second, Quiesced(attempt=theirs))
-    assert not h.sender.chunks[0].cancelled(), "the first one's own affair"
-    h.receive(Holding(attempts=(theirs,)), second)
-    assert h.control.sent[-1] == (second, NotHeld(attempts=(theirs,)))
+    h.receive(request(attempt=theirs), sender=second)
+    assert len(h.held) == 2
+    h.receive(Abort(attempt=theirs), sender=second)
+    assert h.control.sent.pop() == (second, Quiesced(attempt=theirs))
+    assert not h.is_cancelled(h.writes[0]), "the first one's own affair"
+    h.receive(Holding(attempts=(theirs,)), sender=second)
+    assert h.control.sent.pop() == (second, NotHeld(attempts=(theirs,)))
     h.receive(Holding(attempts=(R,)))
-    assert h.control.sent[-1] == (DECODE, Progress(computed=((R, 6),)))
+    assert h.control.sent.pop() == (DECODE, Progress(computed=((R, 6),)))
 
 
 def test_an_abort_is_heard_while_a_chunk_computes_and_answered_when_nothing_writes_its_pages() -> None:
-    h = Harness()
+    h = World()
     h.receive(request())
     h.start()
     h.receive(Abort(attempt=R))
-    assert h.sender.chunks[0].cancelled()
+    assert h.is_cancelled(h.writes[0])
     h.sent(error="aborted")
     assert h.control.take(Quiesced) == [], "the forward pass still writes to its pages"
     assert h.free_pages == 5
@@ -121,11 +122,11 @@ def test_an_abort_is_heard_while_a_chunk_computes_and_answered_when_nothing_writ
     assert h.control.take(Quiesced) == [Quiesced(attempt=R)]
     assert h.free_pages == 8
     h.start()
-    assert h.computing.step is None
+    assert h.step is None
 
 
 def test_done_is_said_also_when_the_last_write_ends_before_the_pass_does() -> None:
-    h = Harness()
+    h = World()
     h.receive(request(token_ids=(1, 2), extents=((0, 2),)))
     h.start()
     h.sent()
@@ -135,8 +136,8 @@ def test_done_is_said_also_when_the_last_write_ends_before_the_pass_does() -> No
     assert isinstance(done, PrefillDone)
 
 
-def test_a_transfer_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    h = Harness()
+def test_a_transfer_that_takes_too_long_is_given_up() -> None:
+    h = World()
     h.receive(request(token_ids=(1, 2), extents=((0, 2),)))
     h.compute()
     now = time.monotonic()
@@ -154,16 +155,17 @@ def test_a_transfer_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPa
 
 
 def test_more_decode_nodes_than_there_may_be_threads_are_refused_by_name() -> None:
-    h = Harness()
-    h.sender.full = True
+    h = World()
+    for number in range(MAX_DECODE_NODES):
+        decode = Peer(role="decode", address=f"{number}:1", boot_id=str(number))
+        h.receive(request(attempt=AttemptId(decode.boot_id, "r", 1)), sender=decode)
     h.receive(request())
     [failed] = h.control.take(PrefillFailed)
-    assert isinstance(failed, PrefillFailed)
     assert "as many decode nodes as it can" in failed.reason
 
 
 def test_what_is_not_held_is_said() -> None:
-    h = Harness()
+    h = World()
     h.receive(request())
     other = AttemptId("decode", "other", 3)
     h.receive(Holding(attempts=(R, other)))
@@ -173,7 +175,7 @@ def test_what_is_not_held_is_said() -> None:
 
 def test_a_node_says_how_far_it_is_and_which_pass_computes() -> None:
     """Of a device that hangs, the number stays as it is."""
-    h = Harness()
+    h = World()
     h.receive(request())
 
     def progress() -> tuple[int, int | None]:
@@ -191,49 +193,49 @@ def test_a_node_says_how_far_it_is_and_which_pass_computes() -> None:
         h.finish()
         seen.append(progress())
     assert seen == [(0, None), (0, 1), (6, None), (6, 2), (10, None)]
-    assert len(h.engine.attempts) == 1, "it is being sent"
+    assert len(h.held) == 1, "it is being sent"
 
 
 def test_a_decode_node_is_asked_for_signs_of_life_as_soon_as_it_asks_for_a_prefill() -> None:
     """Its first layer would wait for the lease."""
-    h = Harness()
+    h = World()
     h.receive(request())
     assert h.control.watched == {DECODE}
 
 
 def test_a_silent_decode_node_is_given_up_and_that_is_said_once() -> None:
-    h = Harness()
+    h = World()
     h.control.heard[DECODE.boot_id] = now = time.monotonic()
     h.receive(request())
     h.start()
     h.housekeep(now + 9)
-    assert not h.sender.chunks[0].cancelled()
+    assert not h.is_cancelled(h.writes[0])
     with structlog.testing.capture_logs() as logs:
         for seconds in (11, 13, 15):
             h.housekeep(now + seconds)
     assert [line["event"] for line in logs] == ["decode node is silent"]
-    assert h.sender.chunks[0].cancelled()
+    assert h.is_cancelled(h.writes[0])
 
 
 def test_nothing_is_written_to_pools_that_a_decode_process_did_not_offer_before() -> None:
-    h = Harness()
+    h = World()
     h.receive(request())
     elsewhere = Destination(
         identity=IDENTITY, buffers=BUFFERS, sessions=(Session(transport="tcp", name="another-host:1"),)
     )
     h.receive(request(attempt=R._replace(request_id="other"), destination=elsewhere))
-    (failed,) = h.control.take(PrefillFailed)
-    assert "offered another destination before: sessions changed" in failed.reason  # type: ignore[attr-defined]
-    assert len(h.engine.attempts) == 1
+    [failed] = h.control.take(PrefillFailed)
+    assert "offered another destination before: sessions changed" in failed.reason
+    assert len(h.held) == 1
     h.compute()
-    assert {chunk.attempt.request_id for chunk in h.sender.chunks} == {"r"}
+    assert {write.attempt.request_id for write in h.writes} == {"r"}
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"hisparse": False}, "hisparse=false"),
-        ({"token_ids": tuple(range(33)), "extents": ((0, 33),)}, "prompt of 33 tokens; this node takes up to 32"),
+        ({"token_ids": (1,) * 33, "extents": ((0, 33),)}, "prompt of 33 tokens; this node takes up to 32"),
         ({"token_ids": (100,)}, "token id 100 is outside the vocabulary of 100"),
         (
             {
@@ -267,38 +269,35 @@ def test_nothing_is_written_to_pools_that_a_decode_process_did_not_offer_before(
 )
 def test_what_this_node_cannot_do_is_refused_by_name(changes: dict[str, Any], reason: str) -> None:
     """sglang PR 21591: a relaxed check could hide a real mismatch."""
-    h = Harness()
+    h = World(max_tokens=32)
     h.receive(request(**changes))
     [failed] = h.control.take(PrefillFailed)
-    assert isinstance(failed, PrefillFailed)
     assert reason in failed.reason
-    assert len(h.engine.attempts) == 0
+    assert len(h.held) == 0
 
 
 def test_a_step_that_cannot_be_computed_costs_its_requests_and_no_others() -> None:
-    h = Harness()
+    h = World()
     h.receive(request())
     h.start()
     h.finish(error="prefill failed: out of memory")
     h.sent(error="aborted")
     [failed] = h.control.take(PrefillFailed)
-    assert isinstance(failed, PrefillFailed)
     assert "out of memory" in failed.reason
     assert h.free_pages == 8
     h.receive(request(attempt=R._replace(epoch=2)))
     h.compute()
     h.compute()
-    assert len(h.engine.attempts) == 1
+    assert len(h.held) == 1
 
 
 def test_prompt_tokens_wait_until_they_are_computed() -> None:
-    h = Harness()
+    h = World()
     h.receive(request())
     h.receive(request(attempt=R._replace(request_id="behind"), token_ids=(1, 2, 3), extents=((0, 3),)))
 
-    def waiting() -> float | None:
-        h.engine.refresh_metrics()
-        return h.shell.metrics.registry.get_sample_value("hisparse_pd_prompt_tokens_waiting")
+    def waiting() -> float:
+        return h.metric("prompt_tokens_waiting")
 
     assert waiting() == 13
     h.compute()
@@ -310,7 +309,7 @@ def test_prompt_tokens_wait_until_they_are_computed() -> None:
 
 def test_an_abort_that_comes_twice_before_the_first_is_answered_ends_nothing_else() -> None:
     """Both were in the mailbox when the node went on after a stop; the process ended."""
-    h = Harness()
+    h = World()
     h.receive(request())
     for _ in range(2):
         h.endpoint._take(DECODE, Abort(attempt=R))
@@ -325,7 +324,7 @@ def test_an_abort_that_comes_twice_before_the_first_is_answered_ends_nothing_els
 
 def test_transfer_seconds_are_those_in_which_something_was_being_written() -> None:
     """Chunks overlap, and wait for layers and for leave to write."""
-    h = Harness()
+    h = World()
     h.receive(request())
     h.compute()
     h.compute()
@@ -338,9 +337,10 @@ def test_transfer_seconds_are_those_in_which_something_was_being_written() -> No
 
 def test_a_prompt_waits_in_host_memory() -> None:
     """A copy to the device from the loop waits for the chunk that computes, and one that fails ends the node."""
-    h = Harness()
+    h = World()
     h.prefill.pool.kv = h.prefill.pool.kv.to("meta")
     h.receive(request())
+    h.prefill.start_waiting()
     step = h.prefill.plan()
     assert step is not None
     [(job, chunk)] = step.chunks
@@ -348,17 +348,17 @@ def test_a_prompt_waits_in_host_memory() -> None:
 
 
 def test_what_landed_is_not_computed_again() -> None:
-    h = Harness()
+    h = World()
     h.receive(request(token_ids=(1, 2), extents=((0, 2),)))
     h.compute()
     h.sent()
-    [job] = h.engine._jobs.values()
-    for state in (JobState.COMPUTING, JobState.SENDING, JobState.SENT):
+    [attempt] = h.held.values()
+    for state in (HeldState.COMPUTING, HeldState.SENDING, HeldState.SENT):
         with pytest.raises(RuntimeError, match=f"is sent and cannot become {state.value}"):
-            job.move(state)
-    job.move(JobState.STOPPING)
+            attempt.move(state)
+    attempt.move(HeldState.STOPPING)
     with pytest.raises(RuntimeError, match="is stopping and cannot become sent"):
-        job.move(JobState.SENT)
+        attempt.move(HeldState.SENT)
 
 
 @pytest.mark.parametrize(
@@ -371,20 +371,20 @@ def test_what_landed_is_not_computed_again() -> None:
     ],
 )
 def test_a_node_asks_for_a_prefix_until_it_is_answered_or_does_not_want_it(answer: Message) -> None:
-    h = Harness()
+    h = World()
     answers: list[Message] = []
-    h.engine.fetch_answered = answers.append  # type: ignore[method-assign]
+    h.planner.fetch_answered = answers.append  # type: ignore[assignment,method-assign]
     h.receive(request())
     asked = FetchRequest(attempt=R, start=0, stop=64)
-    h.engine._updates.append(asked)
+    h.planner._updates.append(asked)
     h.tell()
     assert h.control.repeated["fetch", R] == (DECODE, asked)
     if isinstance(answer, FetchDone):
-        h.engine._updates.append(answer)
+        h.planner._updates.append(answer)
         h.tell()
         assert h.control.take(FetchDone) == [answer]
     else:
-        h.receive(answer, DECODE.model_copy(update={"boot_id": "another"}))
+        h.receive(answer, sender=DECODE.model_copy(update={"boot_id": "another"}))
         assert ("fetch", R) in h.control.repeated
         h.receive(answer)
     assert ("fetch", R) not in h.control.repeated

@@ -7,16 +7,15 @@ import pytest
 from control.messages import Admitted, Message, PrefillDone, PrefillFailed
 from engine.device import DeviceFailed
 from prefill_node import endpoint
-from prefill_node.compute import Computed
 from service.lifecycle import Lifecycle
-from tests.prefill_node.endpoint_harness import Harness, R, request
+from tests.prefill_node.world import R, World, request
 
 
 def test_a_node_that_drains_hands_back_what_it_has_not_begun_and_finishes_the_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(endpoint, "_FAREWELL_S", 0.0)
-    h = Harness()
+    h = World()
     h.receive(request())
     h.receive(request(attempt=R._replace(request_id="waits")))
     h.compute()
@@ -31,7 +30,7 @@ def test_a_node_that_drains_hands_back_what_it_has_not_begun_and_finishes_the_re
     )
     h.lifecycle.drain()
     h.endpoint.run()
-    assert h.left
+    assert h.has_left
     assert not turns, "it ended before it had nothing left"
     assert done == [PrefillDone]
     handed_back = h.control.take(PrefillFailed)
@@ -39,7 +38,7 @@ def test_a_node_that_drains_hands_back_what_it_has_not_begun_and_finishes_the_re
         ("waits", True, False),
         ("late", True, False),
     ]
-    assert len(h.engine.attempts) == 0
+    assert len(h.held) == 0
     assert h.free_pages == 8
 
 
@@ -47,14 +46,14 @@ def test_a_node_that_ends_hands_everything_back_as_soon_as_its_writes_have_drain
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(endpoint, "_FAREWELL_S", 0.0)
-    h = Harness()
+    h = World()
     h.receive(request())
     h.compute()
     turns = h.script(lambda: h.receive(request(attempt=R._replace(request_id="late"))), lambda: h.sent(error="aborted"))
     h.lifecycle.end()
     h.endpoint.run()
     assert not turns
-    assert len(h.engine.attempts) == 0
+    assert len(h.held) == 0
     assert [(failed.attempt.request_id, failed.leaving) for failed in h.control.take(PrefillFailed)] == [
         ("late", True),
         ("r", True),
@@ -68,19 +67,18 @@ def test_a_node_with_nothing_to_do_refuses_for_a_while_before_it_leaves(
 ) -> None:
     """A decode node that asked a process which is gone would keep its slots in quarantine. SIGINT is no exception."""
     monkeypatch.setattr(endpoint, "_FAREWELL_S", 0.2)
-    h = Harness()
+    h = World()
     turns = h.script(lambda: None, lambda: h.receive(request()))
     stop(h.lifecycle)
     h.endpoint.run()
     assert not turns
     [failed] = h.control.take(PrefillFailed)
-    assert isinstance(failed, PrefillFailed)
     assert failed.leaving
 
 
 def test_what_has_not_ended_by_the_drain_timeout_is_handed_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "_FAREWELL_S", 0.0)
-    h = Harness()
+    h = World()
     h.receive(request())
     h.compute()
     turns = h.script(h.sent, h.lifecycle.end, h.finish, lambda: h.sent(error="aborted"))
@@ -88,29 +86,25 @@ def test_what_has_not_ended_by_the_drain_timeout_is_handed_back(monkeypatch: pyt
     h.endpoint.run()
     assert not turns
     [failed] = h.control.take(PrefillFailed)
-    assert isinstance(failed, PrefillFailed)
     assert (failed.reason, failed.leaving) == ("the prefill node is stopping", True)
 
 
 def test_a_node_whose_device_has_failed_hands_everything_back_and_ends() -> None:
     """It would answer fast with errors, have the shortest queue, and draw all requests."""
-    h = Harness()
+    h = World()
     failure = DeviceFailed("cuda:0 cannot be used any more: an illegal memory access was encountered")
     h.receive(request())
     h.receive(request(attempt=R._replace(request_id="waits")))
     h.start()
-    step = h.computing.step
-    assert step is not None
-
-    def break_device() -> None:
-        h.engine._report(Computed(step, "prefill failed: an illegal memory access", failure))
-
-    turns = h.script(break_device, lambda: h.sent(error="aborted"))
+    turns = h.script(
+        lambda: h.finish("prefill failed: an illegal memory access", device_failed=failure),
+        lambda: h.sent(error="aborted"),
+    )
     with pytest.raises(DeviceFailed, match="illegal memory access"):
         h.endpoint.run()
     assert not turns
-    assert h.left, "gateways hear that it takes no more"
-    assert h.engine.device_failed
+    assert h.has_left, "gateways hear that it takes no more"
+    assert h.planner.has_failed
     assert [(failed.attempt.request_id, failed.leaving) for failed in h.control.take(PrefillFailed)] == [
         ("waits", True),
         ("r", True),

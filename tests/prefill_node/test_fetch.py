@@ -13,9 +13,9 @@ from control.messages import AttemptId, FetchDone, FetchGrant, FetchRefused, Fet
 from prefill_node.choices import FetchPolicy
 from prefill_node.costs import ComputeCost, FetchCosts
 from prefill_node.fetch import WrongGrant, pieces
-from prefill_node.prefix_fetches import LEAST_TOKENS
+from prefill_node.prefixes import LEAST_TOKENS
 from tests.prefill_node.sending import LateChannel
-from tests.prefill_node.sequences import TOKEN_BYTES, UNTOUCHED, PrefillHarness, new_cache, states_of
+from tests.prefill_node.world import TOKEN_BYTES, UNTOUCHED, LiveWorld, live, new_cache, states_of
 from transfer.checksum import GROUP_POSITIONS, digests
 from transfer.memory import Checksum, Checksums
 from transfer.planner import expand_extents
@@ -29,13 +29,25 @@ LENT = ((300, 20), (20, 80), (500, 28))
 SENT_TO = ((700, 40), (3, 40))
 
 
-class Fetching(PrefillHarness):
+class Held(threading.Event):
+    """Says when somebody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.reached.set()
+        return super().wait(timeout)
+
+
+class Fetching(LiveWorld):
     """A prefill node whose decode node has the KV of the first 128 tokens of FIRST."""
 
     digested_together = GROUP_POSITIONS
 
-    def __init__(self, fetch_policy: FetchPolicy = "always") -> None:
-        super().__init__(new_cache(48), fetch_policy=fetch_policy)
+    def __init__(self, fetch_policy: FetchPolicy = "always", world_size: int = 1) -> None:
+        super().__init__(new_cache(48), fetch_policy=fetch_policy, world_size=world_size)
         self.lend()
 
     def lend(self) -> None:
@@ -74,7 +86,7 @@ class Fetching(PrefillHarness):
         """The prompt is prefilled as always, with so many tokens computed."""
         done = self.done(attempt)
         self.check_sent(length)
-        assert self.engine.release(attempt)
+        self.release(attempt)
         assert self.model.tokens == computed
         assert done.cached_tokens == length - computed
         self.cache.check_idle()
@@ -86,17 +98,14 @@ class Fetching(PrefillHarness):
 
 @pytest.fixture
 def node() -> Iterator[Fetching]:
-    node = Fetching()
-    yield node
-    node.hold.set()
-    node.close()
+    yield from live(Fetching())
 
 
 def test_what_was_fetched_is_not_computed_and_is_cached_as_if_it_were(node: Fetching) -> None:
     attempt, asked = node.ask_fetching()
     assert (asked.start, asked.stop) == (0, PREFIX)
     assert node.metric("requests", state="fetching") == 1
-    node.engine.fetch_answered(node.grant(asked))
+    node.planner.fetch_answered(node.grant(asked))
     node.until(FetchDone, attempt)
     node.finish(attempt, computed=72)
     assert node.metric("prefix_fetched_tokens_total") == PREFIX
@@ -106,22 +115,22 @@ def test_what_was_fetched_is_not_computed_and_is_cached_as_if_it_were(node: Fetc
     assert kinds.index(FetchRequest) < kinds.index(FetchDone)
     again = node.ask(FIRST[:200], PREFIX, SENT_TO)
     assert node.done(again).cached_tokens == 192, "all whole blocks"
-    assert node.engine.release(again)
+    node.release(again)
 
 
 def test_only_what_is_missing_in_the_cache_is_asked_for(node: Fetching) -> None:
-    node.engine._fetches.policy = "never"
+    node.fetches.policy = "never"
     node.run(FIRST[:64])
-    node.engine._fetches.policy = "always"
+    node.fetches.policy = "always"
     node.lend()
     attempt, asked = node.ask_fetching()
     assert (asked.start, asked.stop) == (64, PREFIX)
-    node.engine.fetch_answered(node.grant(asked))
+    node.planner.fetch_answered(node.grant(asked))
     node.done(attempt)
     assert node.model.tokens == 64 + 72
     short = node.ask([*FIRST[:128], *FIRST[:20]], LEAST_TOKENS - 1 + 128 - 64, SENT_TO)
     node.done(short)
-    assert not [u for u in node.updates if isinstance(u, FetchRequest) and u.attempt == short]
+    assert not node.told(FetchRequest, short)
 
 
 def test_others_compute_while_a_job_waits_for_its_prefix(node: Fetching) -> None:
@@ -129,7 +138,7 @@ def test_others_compute_while_a_job_waits_for_its_prefix(node: Fetching) -> None
     other = node.ask([9] * 40, 0, ((800, 40),))
     node.done(other)
     assert node.model.tokens == 40
-    node.engine.fetch_answered(node.grant(asked))
+    node.planner.fetch_answered(node.grant(asked))
     node.done(attempt)
     assert node.model.tokens == 40 + 72
 
@@ -137,13 +146,13 @@ def test_others_compute_while_a_job_waits_for_its_prefix(node: Fetching) -> None
 def test_jobs_that_lack_the_same_prefix_fetch_it_once(node: Fetching) -> None:
     first, asked = node.ask_fetching()
     aborted, second = (node.ask([*FIRST[:150], 7, extra], PREFIX, ((800, 24),)) for extra in (1, 2))
-    node.updates += node.engine.poll()
+    node.tell()
     assert node.metric("requests", state="fetching") == 3
-    node.engine.stop(aborted)
-    node.engine.fetch_answered(node.grant(asked))
+    node.stop(aborted)
+    node.planner.fetch_answered(node.grant(asked))
     assert node.done(second).cached_tokens == node.done(first).cached_tokens == PREFIX
     assert node.model.tokens == 72 + 24
-    assert len([update for update in node.updates if isinstance(update, FetchRequest)]) == 1
+    assert len(node.told(FetchRequest)) == 1
     assert node.metric("prefix_fetched_tokens_total") == PREFIX
 
 
@@ -151,72 +160,72 @@ def test_jobs_that_lack_the_same_prefix_fetch_it_once(node: Fetching) -> None:
 def test_a_job_that_waits_for_a_fetch_that_fails_asks_for_itself(node: Fetching, is_aborted: bool) -> None:
     first, asked = node.ask_fetching()
     second = node.ask([*FIRST[:150], 7], PREFIX, ((800, 23),))
-    node.updates += node.engine.poll()
+    node.tell()
     if is_aborted:
-        node.engine.stop(first)
+        node.stop(first)
     else:
         refuse(node, asked)
     again = node.until(FetchRequest, second)
-    node.engine.fetch_answered(node.grant(again))
+    node.planner.fetch_answered(node.grant(again))
     node.done(second)
     assert node.metric("prefix_fetched_tokens_total") == PREFIX
 
 
 def refuse(node: Fetching, asked: FetchRequest) -> None:
-    node.engine.fetch_answered(FetchRefused(attempt=asked.attempt, reason="it is not here any more"))
+    node.planner.fetch_answered(FetchRefused(attempt=asked.attempt, reason="it is not here any more"))
 
 
 def other_bytes(node: Fetching, asked: FetchRequest) -> None:
     """A decode process that was replaced, say."""
-    node.engine.fetch_answered(node.grant(asked, spoilt=True))
+    node.planner.fetch_answered(node.grant(asked, spoilt=True))
 
 
 def no_digests(node: Fetching, asked: FetchRequest) -> None:
-    node.engine.fetch_answered(node.grant(asked).model_copy(update={"checksums": Checksums()}))
+    node.planner.fetch_answered(node.grant(asked).model_copy(update={"checksums": Checksums()}))
 
 
 def other_positions(node: Fetching, asked: FetchRequest) -> None:
-    node.engine.fetch_answered(node.grant(asked).model_copy(update={"start": 1}))
+    node.planner.fetch_answered(node.grant(asked).model_copy(update={"start": 1}))
 
 
 def too_few_slots(node: Fetching, asked: FetchRequest) -> None:
-    node.engine.fetch_answered(node.grant(asked).model_copy(update={"extents": ((0, 3),)}))
+    node.planner.fetch_answered(node.grant(asked).model_copy(update={"extents": ((0, 3),)}))
 
 
 def slots_that_are_none(node: Fetching, asked: FetchRequest) -> None:
-    node.engine.fetch_answered(node.grant(asked).model_copy(update={"extents": ((2000, 128),)}))
+    node.planner.fetch_answered(node.grant(asked).model_copy(update={"extents": ((2000, 128),)}))
 
 
 def a_failed_read(node: Fetching, asked: FetchRequest) -> None:
     """Half way."""
     node.reads.outcomes = [Outcome.LANDED, Outcome.FAILED]
-    node.engine.fetch_answered(node.grant(asked))
+    node.planner.fetch_answered(node.grant(asked))
 
 
 def no_route(node: Fetching, asked: FetchRequest) -> None:
     def connect() -> LateChannel:
         raise NoRoute("another host")
 
-    node.connect_reads = connect  # type: ignore[method-assign]
-    node.engine.fetch_answered(node.grant(asked))
+    node.first.connect_reads = connect
+    node.planner.fetch_answered(node.grant(asked))
 
 
 def a_bug(node: Fetching, asked: FetchRequest) -> None:
     node.reads.max_bytes = None  # type: ignore[assignment]
-    node.engine.fetch_answered(node.grant(asked))
+    node.planner.fetch_answered(node.grant(asked))
 
 
 def silence(node: Fetching, asked: FetchRequest) -> None:
-    node.engine._fetches.give_up_late(time.monotonic() + 31)
-    node.engine.fetch_answered(node.grant(asked))
+    node.be_late()
+    node.planner.fetch_answered(node.grant(asked))
 
 
 def no_lease(node: Fetching, asked: FetchRequest) -> None:
-    node.silence = 2.5
-    node.engine.fetch_answered(node.grant(asked))
+    node.first.silence = 2.5
+    node.planner.fetch_answered(node.grant(asked))
     time.sleep(0.1)
     assert node.reads.posted == [], "its address may be another process's"
-    node.engine._fetches.give_up_late(time.monotonic() + 31)
+    node.be_late()
 
 
 @pytest.mark.parametrize(
@@ -251,38 +260,37 @@ def test_an_answer_that_comes_twice_or_late_changes_nothing(node: Fetching) -> N
     attempt, asked = node.ask_fetching()
     grant = node.grant(asked)
     for _ in range(2):
-        node.engine.fetch_answered(grant)
+        node.planner.fetch_answered(grant)
     refuse(node, asked)
     node.until(FetchDone, attempt)
-    node.engine.fetch_answered(grant)
+    node.planner.fetch_answered(grant)
     node.finish(attempt, computed=72)
-    node.engine.fetch_answered(grant)
-    node.engine.poll()
+    node.planner.fetch_answered(grant)
+    node.tell()
 
 
 def test_an_attempt_that_is_aborted_is_quiet_when_its_reads_have_ended(node: Fetching) -> None:
-    node.reads.hold = threading.Event()
+    hold = node.reads.hold = Held()
     attempt, asked = node.ask_fetching()
-    node.engine.fetch_answered(node.grant(asked))
-    node.turn_until(lambda: not node.engine._fetches.fetcher._lanes["decode"].fetches.qsize())  # type: ignore
-    node.engine.stop(attempt)
-    deadline = time.monotonic() + 0.2
-    node.turn_until(lambda: time.monotonic() > deadline)
-    assert not [update for update in node.updates if isinstance(update, Quiesced)], "a read is being posted"
+    node.planner.fetch_answered(node.grant(asked))
+    assert hold.reached.wait(10)
+    node.stop(attempt)
+    node.tell()
+    assert not node.told(Quiesced), "a read is being posted"
     assert node.metric("prefill_pages", state="used") > 0
-    node.reads.hold.set()
+    hold.set()
     node.until(Quiesced, attempt)
-    assert not [update for update in node.updates if isinstance(update, FetchDone)], "Quiesced says it"
+    assert not node.told(FetchDone), "Quiesced says it"
     assert node.model.tokens == 0
     node.cache.check_idle()
 
 
 def test_an_attempt_that_is_aborted_before_the_grant_is_quiet_at_once(node: Fetching) -> None:
     attempt, asked = node.ask_fetching()
-    node.engine.stop(attempt)
+    node.stop(attempt)
     node.until(Quiesced, attempt)
-    node.engine.fetch_answered(node.grant(asked))
-    node.engine.poll()
+    node.planner.fetch_answered(node.grant(asked))
+    node.tell()
     assert node.reads.posted == []
     node.cache.check_idle()
 
@@ -290,21 +298,21 @@ def test_an_attempt_that_is_aborted_before_the_grant_is_quiet_at_once(node: Fetc
 def test_a_read_of_unknown_end_keeps_its_pages_and_its_attempt_for_good(node: Fetching) -> None:
     node.reads.broken = "wait"
     attempt, asked = node.ask_fetching()
-    node.engine.fetch_answered(node.grant(asked))
+    node.planner.fetch_answered(node.grant(asked))
     failed = node.until(PrefillFailed, attempt)
     assert failed.in_flight
     assert "nobody knows whether a read has ended" in failed.reason
-    node.reads = type(node.reads)("tcp")
+    node.first.reads = type(node.reads)("tcp")
     next_one, asked = node.ask_fetching()
-    node.engine.fetch_answered(node.grant(asked))
+    node.planner.fetch_answered(node.grant(asked))
     node.done(next_one)
     assert node.model.tokens == 72, "the next fetch gets a reader of its own"
-    assert node.engine.progress((attempt,)).computed == ((attempt, 0),)
-    assert not [update for update in node.updates if isinstance(update, Quiesced)]
+    assert node.planner.progress((attempt,)).computed == ((attempt, 0),)
+    assert not node.told(Quiesced)
 
 
 def test_a_node_that_keeps_nothing_fetches_nothing() -> None:
-    node = PrefillHarness(new_cache(4, 128), fetch_policy="always")
+    node = LiveWorld(new_cache(4, 128), fetch_policy="always")
     node.done(node.ask(FIRST[:200], PREFIX, SENT_TO))
     assert node.model.tokens == 200
     node.close()
@@ -315,9 +323,9 @@ def test_a_node_that_keeps_nothing_fetches_nothing() -> None:
 
 def test_it_fetches_where_that_is_estimated_to_be_faster_and_tries_again_later() -> None:
     node = Fetching("auto")
-    fetches = node.engine._fetches
+    fetches = node.fetches
     attempt, asked = node.ask_fetching()
-    node.engine.fetch_answered(node.grant(asked))
+    node.planner.fetch_answered(node.grant(asked))
     node.finish(attempt, computed=72)
 
     def prefill(computed: int) -> None:
@@ -327,7 +335,7 @@ def test_it_fetches_where_that_is_estimated_to_be_faster_and_tries_again_later()
         node.done(attempt := node.ask(FIRST[:200], PREFIX, SENT_TO))
         assert not [update for update in node.updates[before:] if isinstance(update, FetchRequest)]
         assert node.model.tokens - tokens == computed
-        assert node.engine.release(attempt)
+        node.release(attempt)
 
     for _ in range(5):
         fetches.fetch_costs.observe("decode", "tcp", PREFIX * TOKEN_BYTES, 10.0)
@@ -340,7 +348,7 @@ def test_it_fetches_where_that_is_estimated_to_be_faster_and_tries_again_later()
     attempt, asked = node.ask_fetching()
     refuse(node, asked)
     node.done(attempt)
-    assert node.engine.release(attempt)
+    node.release(attempt)
     prefill(200)
     node.close()
 
@@ -354,29 +362,17 @@ def test_another_decode_node_has_estimates_of_its_own() -> None:
     assert costs.estimate("third", "shm", 10**8) < costs.estimate("other", "tcp", 10**8)
 
 
-class Held(threading.Event):
-    """Says when somebody waits for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reached = threading.Event()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self.reached.set()
-        return super().wait(timeout)
-
-
 def test_a_fetch_that_was_given_up_tells_how_long_what_had_come_took(
     node: Fetching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learned: list[int] = []
-    costs = node.engine._fetches.fetch_costs
+    costs = node.fetches.fetch_costs
     monkeypatch.setattr(costs, "observe", lambda _boot_id, _transport, num_bytes, _seconds: learned.append(num_bytes))
     held = node.reads.hold = Held()
     attempt, asked = node.ask_fetching()
-    node.engine.fetch_answered(node.grant(asked))
+    node.planner.fetch_answered(node.grant(asked))
     assert held.reached.wait(10)
-    node.engine._fetches.give_up_late(time.monotonic() + 31)
+    node.be_late()
     held.set()
     node.finish(attempt, computed=200)
     assert len(learned) == 1

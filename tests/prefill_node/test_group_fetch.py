@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from control.messages import FetchDone, FetchRequest, PrefillFailed, Quiesced
+from control.messages import AttemptId, FetchDone, FetchRequest, PrefillFailed, Quiesced
+from prefill_node.attempt import HeldState
+from prefill_node.division import checksums_of_blocks, divide
 from prefill_node.fetch import WrongGrant, pieces
-from prefill_node.ranks.division import checksums_of_blocks, divide
-from prefill_node.ranks.gathering import cut
-from prefill_node.ranks.orders import Read
-from ranks.agreement import GroupFailed
-from tests.prefill_node.group_harness import GroupFetching
+from prefill_node.gathering import cut
+from ranks.barrier import GroupFailed
 from tests.prefill_node.sending import LateChannel
-from tests.prefill_node.sequences import TOKEN_BYTES, states_of
-from tests.prefill_node.test_fetch import FIRST, PREFIX, SENT_TO
+from tests.prefill_node.test_fetch import FIRST, PREFIX, SENT_TO, Fetching
+from tests.prefill_node.world import TOKEN_BYTES, live, states_of
 from transfer.memory import Checksum, Checksums
 from transfer.planner import expand_extents, expand_pages
 from transfer.transports import NoRoute
@@ -27,25 +26,49 @@ BLOCKS = (48, 48, 32)
 """Positions that each of three ranks reads of the prefix, in whole groups of 24 that have a digest."""
 
 
+class GroupFetching(Fetching):
+    """Three ranks that lack what their decode node has. It hashes 24 positions together, so the last group has 8."""
+
+    digested_together = 24
+
+    def __init__(self) -> None:
+        super().__init__(world_size=3)
+
+    @property
+    def bytes_read(self) -> list[int]:
+        """By each rank."""
+        return [sum(int(batch.lengths.sum()) for batch in rank.reads.posted) for rank in self.all]
+
+    def until_missing(self, attempt: AttemptId, *ranks: int) -> None:
+        """Until all ranks but these have read their blocks."""
+        fetch = self.held[attempt].fetch
+        assert fetch is not None
+        transfer = self.planner._dispatch._transfers[fetch.work or 0]
+        self.turn_until(lambda: transfer.missing == set(ranks))
+
+    def reading_seconds(self, attempt: AttemptId) -> float:
+        fetch = self.held[attempt].fetch
+        assert fetch is not None
+        assert fetch.report is not None
+        return fetch.report.seconds()
+
+    def until_read(self, attempt: AttemptId) -> None:
+        """Until they wait for the step that is under way, to exchange what they have."""
+        self.turn_until(lambda: self.held[attempt].state is HeldState.READ)
+
+
 @pytest.fixture
 def node() -> Iterator[GroupFetching]:
-    node = GroupFetching()
-    yield node
-    node.hold.set()
-    node.close()
-
-
-def said(node: GroupFetching, kind: type) -> bool:
-    return any(isinstance(update, kind) for update in node.updates)
+    yield from live(GroupFetching())
 
 
 def test_each_rank_reads_a_block_and_every_rank_gets_all_of_them(node: GroupFetching) -> None:
     attempt, asked = node.ask_fetching()
-    node.engine.fetch_answered(node.grant(asked))
+    node.planner.fetch_answered(node.grant(asked))
     node.until(FetchDone, attempt)
-    job = node.engine._jobs[attempt]
-    assert job.pages is not None
-    rows = expand_pages(job.pages, node.pool.page_size, 0, PREFIX)
+    pages = node.held[attempt].pages
+    assert pages is not None
+    rows = expand_pages(pages, node.pool.page_size, 0, PREFIX)
     states = torch.tensor(states_of(FIRST)[:PREFIX], dtype=torch.uint8)[:, None]
     node.finish(attempt, computed=72)
     for pool in (node.pool, *(other.pool for other in node.others)):
@@ -57,13 +80,13 @@ def test_each_rank_reads_a_block_and_every_rank_gets_all_of_them(node: GroupFetc
     assert [other.model.tokens for other in node.others] == [72, 72], "they have what the tokens behind depend on"
     again = node.ask(FIRST[:200], PREFIX, SENT_TO)
     assert node.done(again).cached_tokens == 192
-    assert node.engine.release(again)
+    node.release(again)
 
 
 def test_what_one_digest_covers_is_read_by_one_rank(node: GroupFetching) -> None:
     node.digested_together = 1024
     attempt, asked = node.ask_fetching()
-    node.engine.fetch_answered(node.grant(asked))
+    node.planner.fetch_answered(node.grant(asked))
     node.finish(attempt, computed=72)
     assert sorted(node.bytes_read) == [0, 0, PREFIX * TOKEN_BYTES]
 
@@ -73,12 +96,12 @@ def test_what_one_digest_covers_is_read_by_one_rank(node: GroupFetching) -> None
 
 def another_byte(node: GroupFetching, asked: FetchRequest) -> None:
     """In the block of rank 2."""
-    node.engine.fetch_answered(node.grant(asked, spoilt=True))
+    node.planner.fetch_answered(node.grant(asked, spoilt=True))
 
 
 def a_failed_read(node: GroupFetching, asked: FetchRequest) -> None:
     node.others[0].reads.outcomes = [Outcome.LANDED, Outcome.FAILED]
-    node.engine.fetch_answered(node.grant(asked))
+    node.planner.fetch_answered(node.grant(asked))
 
 
 def no_route_from_a_rank(node: GroupFetching, asked: FetchRequest) -> None:
@@ -86,22 +109,20 @@ def no_route_from_a_rank(node: GroupFetching, asked: FetchRequest) -> None:
         raise NoRoute("another host")
 
     node.others[1].connect_reads = connect
-    node.engine.fetch_answered(node.grant(asked))
+    node.planner.fetch_answered(node.grant(asked))
 
 
 def no_digest(node: GroupFetching, asked: FetchRequest) -> None:
-    node.engine.fetch_answered(node.grant(asked).model_copy(update={"checksums": Checksums()}))
+    node.planner.fetch_answered(node.grant(asked).model_copy(update={"checksums": Checksums()}))
 
 
 def too_late(node: GroupFetching, asked: FetchRequest) -> None:
     """A rank is still reading."""
     reads = node.others[0].reads
     reads.hold = threading.Event()
-    node.engine.fetch_answered(node.grant(asked))
-    node.turn_until(lambda: not node.engine._fetches.fetcher._readings[asked.attempt].missing - {1})  # type: ignore
-    [running] = node.engine._fetches._running.values()
-    running.until = 0.0
-    node.turn_until(lambda: asked.attempt in node.others[0].follower._not_read)
+    node.planner.fetch_answered(node.grant(asked))
+    node.until_missing(asked.attempt, 1)
+    node.be_late()
     reads.hold.set()
 
 
@@ -135,33 +156,33 @@ def test_an_aborted_attempt_is_quiet_when_every_rank_has_stopped_reading(node: G
     reads = node.others[0].reads
     reads.hold = threading.Event()
     attempt, asked = node.ask_fetching()
-    node.engine.fetch_answered(node.grant(asked))
-    node.turn_until(lambda: not node.engine._fetches.fetcher._readings[attempt].missing - {1})  # type: ignore
-    node.engine.stop(attempt)
-    node.updates += node.engine.poll()
-    assert not said(node, Quiesced), "rank 1 is posting a read"
-    assert not said(node, FetchDone)
+    node.planner.fetch_answered(node.grant(asked))
+    node.until_missing(attempt, 1)
+    node.stop(attempt)
+    node.tell()
+    assert not node.told(Quiesced), "rank 1 is posting a read"
+    assert not node.told(FetchDone)
     reads.hold.set()
     node.until(Quiesced, attempt)
-    assert not said(node, FetchDone)
+    assert not node.told(FetchDone)
     assert node.exchange.gathers == 0
     node.cache.check_idle()
 
 
 def test_what_was_read_for_an_attempt_that_is_aborted_meanwhile_is_not_gathered(node: GroupFetching) -> None:
     """A step is under way when all has been read, and would go first."""
-    node.model.before_pass = node.hold.wait  # type: ignore[assignment]
+    node.model.before_pass = node.hold.wait
     other = node.ask([9] * 40, 0, ((800, 40),))
-    node.turn_until(lambda: node.engine._computing)
+    node.turn_until(lambda: node.planner._running is not None)
     attempt, asked = node.ask_fetching()
-    node.engine.fetch_answered(node.grant(asked))
-    node.turn_until(lambda: bool(node.engine._to_gather))  # type: ignore[attr-defined]
-    assert not said(node, FetchDone), "no rank has all of it"
-    node.engine.stop(attempt)
+    node.planner.fetch_answered(node.grant(asked))
+    node.until_read(attempt)
+    assert not node.told(FetchDone), "no rank has all of it"
+    node.stop(attempt)
     node.until(Quiesced, attempt)
     node.hold.set()
     node.done(other)
-    assert node.engine.release(other)
+    node.release(other)
     assert node.exchange.gathers == 0
     node.cache.check_idle()
 
@@ -170,62 +191,61 @@ def test_the_cost_of_a_fetch_includes_the_gather_and_not_the_step_before_it(
     node: GroupFetching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learned: list[float] = []
-    monkeypatch.setattr(node.engine._fetches.fetch_costs, "observe", lambda *observed: learned.append(observed[-1]))
-    node.model.before_pass = node.hold.wait  # type: ignore[assignment]
+    monkeypatch.setattr(node.fetches.fetch_costs, "observe", lambda *observed: learned.append(observed[-1]))
+    node.model.before_pass = node.hold.wait
     other = node.ask([9] * 40, 0, ((800, 40),))
-    node.turn_until(lambda: node.engine._computing)
+    node.turn_until(lambda: node.planner._running is not None)
     attempt, asked = node.ask_fetching()
-    node.engine.fetch_answered(node.grant(asked))
-    node.turn_until(lambda: bool(node.engine._to_gather))  # type: ignore[attr-defined]
-    [read] = node.engine._to_gather  # type: ignore[attr-defined]
+    node.planner.fetch_answered(node.grant(asked))
+    node.until_read(attempt)
+    reading = node.reading_seconds(attempt)
     node.hold.set()
     node.until(FetchDone, attempt)
     [seconds] = learned
-    assert read.report.seconds < seconds < node.metric("prefix_fetch_seconds_sum")
+    assert reading < seconds < node.metric("prefix_fetch_seconds_sum")
     node.done(other)
-    assert node.engine.release(other)
+    node.release(other)
 
 
 def test_a_read_of_a_rank_that_nobody_knows_the_end_of_is_never_said_to_be_quiet(node: GroupFetching) -> None:
     node.others[1].reads.broken = "wait"
     attempt, asked = node.ask_fetching()
-    node.engine.fetch_answered(node.grant(asked))
+    node.planner.fetch_answered(node.grant(asked))
     failed = node.until(PrefillFailed, attempt)
     assert failed.in_flight
     assert "nobody knows whether a read has ended" in failed.reason
-    node.updates += node.engine.poll()
-    assert not said(node, Quiesced)
-    assert node.engine.attempts == [attempt], "with its pages"
+    node.tell()
+    assert not node.told(Quiesced)
+    assert list(node.held) == [attempt], "with its pages"
 
 
 def test_a_fetch_of_which_a_rank_has_ended_never_ends_and_the_node_does(node: GroupFetching) -> None:
     reads = node.others[0].reads
     reads.hold = threading.Event()
     attempt, asked = node.ask_fetching()
-    node.engine.fetch_answered(node.grant(asked))
-    node.rank.ended = 1
+    node.planner.fetch_answered(node.grant(asked))
+    node.ranks.ended = 1
     with pytest.raises(GroupFailed, match="rank 1 ended"):
-        node.engine.poll()
+        node.tell()
     reads.hold.set()
-    node.engine.stop(attempt)
-    node.updates += node.engine.poll()
-    assert not said(node, FetchDone)
-    assert not said(node, Quiesced)
+    node.stop(attempt)
+    node.tell()
+    assert not node.told(FetchDone)
+    assert not node.told(Quiesced)
 
 
 def test_ranks_that_cannot_gather_end_the_node(node: GroupFetching) -> None:
-    def fail() -> None:
+    def fail(prefixes: object) -> None:
         raise RuntimeError("a lost connection")
 
-    for gather in (node.engine._gather, *(other.follower._gather for other in node.others)):  # type: ignore
-        gather._on_begin = fail
+    for each in node.all:
+        each.worker._gather.run = fail  # type: ignore[method-assign]
     _, asked = node.ask_fetching()
-    node.engine.fetch_answered(node.grant(asked))
-    with pytest.raises(GroupFailed, match="rank 0 failed: gathering failed: a lost connection"):
+    node.planner.fetch_answered(node.grant(asked))
+    with pytest.raises(GroupFailed, match="rank 0 failed in step 1: gathering failed: a lost connection"):
         node.turn_until(lambda: False)
     for other in node.others:
-        other.thread.join(10)
-        assert "a lost connection" in str(other.failed)
+        node.turn_until(lambda other=other: "a lost connection" in (other.failed or ""))  # type: ignore[misc]
 
 
 def test_a_rank_that_has_fallen_behind_reads_when_its_steps_can_not_write_to_those_pages_any_more(
@@ -234,19 +254,17 @@ def test_a_rank_that_has_fallen_behind_reads_when_its_steps_can_not_write_to_tho
     """Rank 0 has ended a step, and has given its pages to others."""
     behind = node.others[0]
     held = threading.Event()
-    behind.model.before_pass = held.wait  # type: ignore[assignment]
+    behind.model.before_pass = held.wait
     node.done(first := node.ask([9], 0, ((800, 1),)))
-    assert node.engine.release(first)
+    node.release(first)
     attempt, asked = node.ask_fetching()
-    node.engine.fetch_answered(node.grant(asked))
-    node.turn_until(lambda: bool(behind.follower._reads))
-    node.turn_until(lambda: node.engine._fetches.fetcher._readings[attempt].missing == {1})  # type: ignore
-    assert isinstance(behind.follower._reads[0], Read)
+    node.planner.fetch_answered(node.grant(asked))
+    node.until_missing(attempt, 1)
     assert behind.reads.posted == []
     held.set()
     assert node.done(attempt).cached_tokens == PREFIX
     node.check_sent()
-    assert node.engine.release(attempt)
+    node.release(attempt)
 
 
 # --- division ---
@@ -299,4 +317,6 @@ def test_what_is_gathered_at_once_is_bounded_and_is_every_position_once() -> Non
         [range(3, 3), range(33, 63), range(100, 100)],
         [range(3, 3), range(63, 80), range(100, 100)],
     ]
-    assert np.array_equal(np.unique(expand_extents([(r.start, len(r)) for step in found for r in step])), range(3, 100))
+    assert np.array_equal(
+        np.unique(expand_extents(tuple((r.start, len(r)) for step in found for r in step))), range(3, 100)
+    )

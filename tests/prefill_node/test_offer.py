@@ -18,6 +18,6 @@ def request(*ranks: str) -> PrefillRequest:
 def test_a_node_refuses_slots_that_are_not_reserved_for_all_of_its_ranks() -> None:
     """A rank that the decode node does not know could write to them when they have been given away."""
     offer = Offer(IDENTITY, ("tcp",), max_tokens=32, vocab_size=100, ranks=("b", "c"))
-    assert offer.refusal(request("c", "b")) is None
-    assert offer.refusal(request("b", "other")) == "the slots are not reserved for ranks c of this node"
-    assert offer.refusal(request()) == "the slots are not reserved for ranks b, c of this node"
+    assert offer.rejection_reason(request("c", "b")) is None
+    assert offer.rejection_reason(request("b", "other")) == "the slots are not reserved for ranks c of this node"
+    assert offer.rejection_reason(request()) == "the slots are not reserved for ranks b, c of this node"

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from control.messages import Peer, PrefillFailed, Quiesced
-from prefill_node.job import JobState
-from tests.prefill_node.sequences import PrefillHarness, new_cache
+from prefill_node.attempt import HeldState
+from tests.prefill_node.world import LiveWorld, live, new_cache
 
 FIRST = [(7 * i + i // 10) % 100 for i in range(160)]
 
@@ -22,17 +22,15 @@ def sharing(tokens: list[int], shared: int, length: int) -> list[int]:
 
 
 @pytest.fixture
-def node() -> Iterator[PrefillHarness]:
-    node = PrefillHarness(new_cache())
-    yield node
-    node.close()
+def node() -> Iterator[LiveWorld]:
+    yield from live(LiveWorld(new_cache()))
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 128])
 @pytest.mark.parametrize("chunk_size", [24, 512])
 def test_what_is_cached_is_sent_and_not_computed(page_size: int, chunk_size: int) -> None:
     """Prompts that share 0 to all of their tokens, with starts before, at and behind what is cached."""
-    node = PrefillHarness(new_cache(1024 // page_size, page_size), chunk_size)
+    node = LiveWorld(new_cache(1024 // page_size, page_size), chunk_size)
     node.run(FIRST[:128])
     computed, cached_tokens = 128, 0
     for shared in (0, 1, 63, 64, 65, 127, 128):
@@ -56,7 +54,7 @@ def test_what_is_cached_is_sent_and_not_computed(page_size: int, chunk_size: int
     node.close()
 
 
-def test_a_prompt_that_is_cached_whole_is_only_sent(node: PrefillHarness) -> None:
+def test_a_prompt_that_is_cached_whole_is_only_sent(node: LiveWorld) -> None:
     node.run(FIRST[:128])
     passes = len(node.model.computed)
     done = node.run(FIRST[:128], start=5)
@@ -66,42 +64,42 @@ def test_a_prompt_that_is_cached_whole_is_only_sent(node: PrefillHarness) -> Non
     assert node.metric("prefill_pages", state="used") == 0
 
 
-def test_cached_positions_are_sent_while_the_pass_of_another_prompt_computes(node: PrefillHarness) -> None:
+def test_cached_positions_are_sent_while_another_prompt_computes(node: LiveWorld) -> None:
     node.run(FIRST[:128])
     slow = node.ask(sharing(FIRST, 0, 32))
     node.model.before_pass = lambda: node.hold.wait(10)
-    node.updates += node.engine.poll()
+    node.tell()
     node.done(node.ask(FIRST[:128], decode=OTHER))
-    assert node.engine.progress((slow,)).current_pass is not None
+    assert node.planner.progress((slow,)).current_pass is not None
     node.hold.set()
     node.done(slow)
 
 
-def test_a_prompt_that_waits_for_the_same_one_computes_nothing_of_it_again(node: PrefillHarness) -> None:
+def test_a_prompt_that_waits_for_the_same_one_computes_nothing_of_it_again(node: LiveWorld) -> None:
     first, second = node.ask(FIRST[:130]), node.ask(FIRST[:140])
     assert node.done(first).cached_tokens == 0
     assert node.done(second).cached_tokens == 128
     assert node.model.tokens == 130 + 12
 
 
-def test_tokens_that_are_queued_are_those_that_have_to_be_computed(node: PrefillHarness) -> None:
+def test_tokens_that_are_queued_are_those_that_have_to_be_computed(node: LiveWorld) -> None:
     node.run(FIRST[:128])
     node.ask(FIRST[:130])
-    assert node.engine.queued_tokens == 2
+    assert node.planner.queued_tokens == 2
     node.ask(sharing(FIRST, 64, 100))
-    assert node.engine.queued_tokens == 2 + 36
+    assert node.planner.queued_tokens == 2 + 36
 
 
-def test_salts_share_nothing(node: PrefillHarness) -> None:
+def test_salts_share_nothing(node: LiveWorld) -> None:
     for salt, expected in (("a", 0), ("b", 0), ("", 0), ("a", 64), ("b", 64)):
         assert node.run(FIRST[:100], salt=salt).cached_tokens == expected
     assert node.metric("prefix_cache_hits_total", side="prefill") == 128
 
 
-def test_what_an_aborted_prompt_has_computed_stays(node: PrefillHarness) -> None:
+def test_what_an_aborted_prompt_has_computed_stays(node: LiveWorld) -> None:
     attempt = node.ask(FIRST[:128])
     node.until_computed(attempt, 64)
-    node.engine.stop(attempt)
+    node.stop(attempt)
     node.until(Quiesced, attempt)
     computed = node.model.tokens
     assert 64 <= computed <= 128
@@ -110,12 +108,12 @@ def test_what_an_aborted_prompt_has_computed_stays(node: PrefillHarness) -> None
 
 
 def test_nothing_of_a_pass_that_failed_is_cached() -> None:
-    node = PrefillHarness(new_cache(), chunk_size=64)
+    node = LiveWorld(new_cache(), chunk_size=64)
     attempt = node.ask(FIRST[:160])
     node.until_computed(attempt, 64)
     node.model.error = MemoryError("out of memory")
     node.until(PrefillFailed, attempt)
-    node.turn_until(lambda: not node.engine.attempts)
+    node.turn_until(lambda: not node.held)
     node.cache.check_idle()
     computed = node.model.tokens
     done = node.run(FIRST[:160])
@@ -126,7 +124,7 @@ def test_nothing_of_a_pass_that_failed_is_cached() -> None:
 def test_a_node_that_has_room_for_one_prompt_gives_up_what_it_cached_for_the_next() -> None:
     """Prompts of three families, one after another and several at once, aborted and not."""
     rng = random.Random(5)
-    node = PrefillHarness(new_cache(num_pages=18, page_size=16), chunk_size=40)
+    node = LiveWorld(new_cache(num_pages=18, page_size=16), chunk_size=40)
     for _ in range(40):
         family = [rng.randrange(3)] * 64 + [rng.randrange(2)] * 64 + FIRST
         tokens = family[: rng.randrange(1, 288)]
@@ -135,26 +133,26 @@ def test_a_node_that_has_room_for_one_prompt_gives_up_what_it_cached_for_the_nex
         assert node.model.tokens - before == len(tokens) - done.cached_tokens
         several = [(node.ask(family[: rng.randrange(1, 288)]), rng.random() < 0.3) for _ in range(4)]
         for attempt, is_aborted in several:
-            if is_aborted and node.engine.stop(attempt):
+            if is_aborted and node.stop(attempt):
                 node.until(Quiesced, attempt)
             else:
                 node.done(attempt)
-                assert node.engine.release(attempt)
+                node.release(attempt)
         node.cache.check_idle()
         node.cache.check_integrity()
     assert node.metric("prefix_cache_hits_total", side="prefill") > 0
     node.close()
 
 
-def test_a_prompt_that_is_cached_whole_and_stopped_goes_through_the_same_states(node: PrefillHarness) -> None:
+def test_a_prompt_cached_whole_and_stopped_goes_through_the_same_states(node: LiveWorld) -> None:
     node.run(FIRST[:128])
     node.channel.hold = node.hold
     attempt = node.ask(FIRST[:128])
-    node.updates += node.engine.poll()
-    [job] = node.engine._jobs.values()
-    assert job.state is JobState.SENDING
-    assert node.engine.progress((attempt,)).computed == ((attempt, 128),)
-    assert node.engine.stop(attempt)
+    node.tell()
+    [job] = node.held.values()
+    assert job.state is HeldState.SENDING
+    assert node.planner.progress((attempt,)).computed == ((attempt, 128),)
+    assert node.stop(attempt)
     assert node.metric("prefill_pages", state="used") == 8, "they may be read"
     node.hold.set()
     node.until(Quiesced, attempt)

@@ -11,7 +11,8 @@ from model.tiny import write_tiny_checkpoint
 from prefill_node import process
 from prefill_node.config import PrefillConfig
 from prefill_node.process import _num_pages
-from tests.decode_node.test_group import AlikeRanks
+from ranks.group import SingleRank
+from tests.decode_node.test_process import AlikeRanks
 
 
 def test_a_pool_holds_a_full_context_or_the_node_does_not_start(tmp_path: Path) -> None:
@@ -19,7 +20,8 @@ def test_a_pool_holds_a_full_context_or_the_node_does_not_start(tmp_path: Path) 
     spec = read_spec(tmp_path, torch.float32, context_length=1000)
 
     def pages(tokens: int) -> int:
-        return _num_pages(PrefillConfig(model_path=tmp_path, max_total_tokens=tokens), spec, torch.device("cpu"))
+        config, cpu = PrefillConfig(model_path=tmp_path, max_total_tokens=tokens), torch.device("cpu")
+        return _num_pages(config, spec, cpu, SingleRank(cpu))
 
     assert pages(1024) == 16
     with pytest.raises(StartupError, match="15 pages of 64 tokens does not hold one context of 1000; raise"):
@@ -32,7 +34,7 @@ def test_ranks_on_cpus_divide_the_memory_of_their_host(tmp_path: Path, monkeypat
     monkeypatch.setattr(process, "pool_bytes", lambda device, fraction: 4000 * spec.kv_layout.token_bytes)
 
     def pages(ranks: int, kind: str = "cpu") -> int:
-        group = None if ranks == 1 else AlikeRanks(ranks)
+        group = SingleRank(torch.device(kind)) if ranks == 1 else AlikeRanks(ranks)
         return _num_pages(PrefillConfig(model_path=tmp_path), spec, torch.device(kind), group)
 
     assert (pages(1), pages(2)) == (62, 31)

@@ -1,248 +1,277 @@
-"""Rank 0 of a prefill node: has all ranks compute and send, and announces what all have said."""
+"""A prefill node of several ranks has all compute and send, and announces what all have reported."""
 
-import os
+import pickle
 import queue
 import socket
-from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
 
+import msgpack
 import numpy as np
 import pytest
-import torch
 
-from control.messages import (
-    Abort,
-    Admitted,
-    ChunkDone,
-    ChunkTaken,
-    Message,
-    PrefillAccepted,
-    PrefillDone,
-    PrefillFailed,
-    Quiesced,
+from control.messages import Abort, Admitted, ChunkDone, ChunkTaken, FetchGrant, PrefillDone, PrefillFailed, Quiesced
+from prefill_node.orders import (
+    OF_FIRST,
+    OF_OTHERS,
+    CancelTransfers,
+    End,
+    Order,
+    Serve,
+    Step,
+    StepEnded,
+    TransferReport,
+    merged,
 )
-from prefill_node.compute import Computed
-from prefill_node.job import TransferJob
-from prefill_node.model_engine import EngineParts, ModelEngine
-from prefill_node.outgoing import SendReport
-from prefill_node.progress import ForwardProgress
-from prefill_node.ranks.leader import GroupCompute, GroupEngine, GroupSender, Layout
-from prefill_node.ranks.order_codec import OF_OTHERS
-from prefill_node.ranks.orders import Begin, Forget, Order, PartSent, Step, Stop
-from prefill_node.ranks.parts import Part, PartialReports
-from ranks.agreement import GroupFailed
-from ranks.group_table import Standing
-from ranks.rank_line import RankLine, inherited_lines
-from ranks.rank_place import RankPlace, create_places
+from prefill_node.rank_loop import RankLoop
+from ranks.barrier import GroupFailed
+from ranks.rank_line import lines_to_others
 from ranks.sealed_socket import INHERITED, SealedSocket
-from tests.prefill_node.endpoint_harness import DECODE, Harness, R, checksum_of, request
-from transfer.memory import Checksum
-
-
-class FakeRanks:
-    """A group of three, of which this is rank 0."""
-
-    rank = 0
-    size = 3
-
-    def __init__(self, place: RankPlace) -> None:
-        self.place = place
-        self.lines = inherited_lines(place)
-        self.ended: int | None = None
-        self.reported = ""
-        self.failed = ""
-
-    def check(self) -> None:
-        if self.ended is not None:
-            raise GroupFailed(f"rank {self.ended} ended")
-
-    def fail(self, reason: str) -> None:
-        self.failed = reason
-
-    def failure(self, error: object) -> GroupFailed:
-        return GroupFailed(f"rank 0 failed in step 1: {error}")
-
-    def end_step(self) -> None:
-        pass
-
-    def stand(self, standing: Standing) -> Standing:
-        return standing
-
-    def report(self, reason: str) -> None:
-        self.reported = reason
-
-
-class GroupHarness(Harness):
-    """Rank 0 with a held sender and computation of its own, and the far ends of its lines to ranks 1 and 2.
-
-    A prompt of 10 tokens is computed in chunks of 6 and 4: blocks of 2, 2 and 2, and of 1, 1 and 2 tokens.
-    """
-
-    def __init__(self) -> None:
-        self.place = create_places(3, lines=True)[0]
-        self.ranks = FakeRanks(self.place)
-        super().__init__()
-        self.endpoint._ranks = self.ranks  # type: ignore[assignment]
-        assert isinstance(self.engine, GroupEngine)
-        layouts: WeakKeyDictionary[ForwardProgress, Layout] = WeakKeyDictionary()
-        self.engine._compute = GroupCompute(self.computing, 3, layouts, self.engine._order)
-        self.engine._sender = GroupSender(self.sender, layouts, self.engine._partial)
-        self.orders: list[queue.SimpleQueue[Order]] = [queue.SimpleQueue() for _ in range(2)]
-        ends = [SealedSocket(socket.socket(fileno=own), INHERITED) for _, own in self.place.lines]
-        self.lines = [
-            RankLine(end, OF_OTHERS, orders.put, self.ranks.fail) for end, orders in zip(ends, self.orders, strict=True)
-        ]
-
-    def new_engine(self, parts: EngineParts) -> ModelEngine:
-        return GroupEngine(parts, self.ranks, None)  # type: ignore[arg-type]
-
-    def order(self, rank: int = 1) -> Order:
-        """The next order that a rank got."""
-        return self.orders[rank - 1].get(timeout=10)
-
-    def said(self, rank: int, start: int, num_bytes: int = 5, checksum: Checksum | None = None, **says: Any) -> None:
-        """A rank says that its part, which begins there, has ended."""
-        checksums = [checksum] if checksum else []
-        fields = {"error": None, "lingering": False, "in_flight": False, **says}
-        assert isinstance(self.engine, GroupEngine)
-        self.engine._on_part(rank, PartSent(R, start, num_bytes, 1, 1.0, 2.0, 0.0, checksums, **fields))
-        self.tell()
-
-    def said_by_node(self) -> list[type[Message]]:
-        """Kinds of messages that the decode node has got or gets, but for those that accept a request."""
-        messages = [m for _, m in self.control.sent] + [m for _, m in self.control.repeated.values()]
-        return [type(message) for message in messages if not isinstance(message, PrefillAccepted)]
+from tests.prefill_node.fakes import FakeControl
+from tests.prefill_node.world import DECODE, FakeRanks, HeldWorker, R, World, new_cache, request
+from transfer.memory import Checksum, Checksums
 
 
 @pytest.fixture
-def h() -> Iterator[GroupHarness]:
-    harness = GroupHarness()
-    yield harness
-    for descriptor in (harness.place.table, harness.place.store, *harness.place.bells):
-        os.close(descriptor)
+def h() -> World:
+    """Chunks of 6 and 4 tokens are blocks of 2, 2 and 2, and of 1, 1 and 2."""
+    return World(world_size=3)
 
 
-def test_every_rank_is_told_what_to_compute_in_which_pages(h: GroupHarness) -> None:
+def test_every_rank_computes_all_chunks_and_sends_its_own_blocks(h: World) -> None:
     h.receive(request())
-    h.compute()
-    for rank in (1, 2):
-        assert h.order(rank) == Begin(DECODE, request())
-        step = h.order(rank)
+    h.start()
+    for rank, worker in enumerate(h.workers):
+        serve, step = worker.orders
+        assert serve == Serve((DECODE,))
         assert isinstance(step, Step)
         [chunk] = step.chunks
-        assert (chunk.attempt, chunk.start, chunk.stop, chunk.sequence_length) == (R, 0, 6, 11)
+        assert (chunk.token_ids.tolist(), chunk.start, chunk.sequence_length) == ([0, 1, 2, 3, 4, 5], 0, 11)
         assert chunk.pages.tolist() == [0, 1, 2]
-    [own] = h.sender.chunks
-    assert (own.start, own.stop) == (0, 2)
+        [write] = step.writes
+        assert (write.start, write.stop) == (2 * rank, 2 * rank + 2)
+        assert write.slots.tolist() == [2 * rank, 2 * rank + 1]
 
 
-def test_done_is_said_when_every_rank_has_said_so_with_the_checksums_and_bytes_of_all(h: GroupHarness) -> None:
+def test_done_is_said_with_what_all_ranks_have_sent_when_all_have_said_so(h: World) -> None:
     h.receive(request())
     h.compute()
     h.compute()
-    assert [(chunk.start, chunk.stop) for chunk in h.sender.chunks] == [(0, 2), (6, 7)]
-    h.said(2, 4, checksum=checksum_of(4, 6))
+    assert [(write.start, write.stop) for write in h.writes] == [(0, 2), (6, 7)]
+    h.sent(rank=2, checksums=True)
     h.sent(checksums=True)
-    h.said(2, 8, checksum=checksum_of(8, 10))
-    h.said(1, 7)
+    h.sent(rank=2, checksums=True)
+    h.sent(rank=1, at=1)
     h.sent(checksums=True)
-    assert h.said_by_node() == [], "rank 1 still sends its block of the first chunk"
-    h.said(1, 2, checksum=checksum_of(2, 4))
-    [(_, chunk), (_, done)] = h.control.repeated.values()
+    assert h.repeated == [], "rank 1 still sends its block of the first chunk"
+    h.sent(rank=1, checksums=True)
+    chunk, done = h.repeated
     assert isinstance(chunk, ChunkDone)
     assert isinstance(done, PrefillDone)
     assert (chunk.number, sorted(chunk.checksums.stops)) == (0, [2, 4, 6])
     assert (done.chunks, sorted(done.checksums.stops)) == (1, [7, 10])
-    assert (done.num_tokens, done.transferred_bytes, done.lingering) == (10, 2 * 10 + 4 * 5, False)
+    assert (done.num_tokens, done.transferred_bytes, done.lingering) == (10, 6 * 10, False)
     assert h.free_pages == 5
-    h.receive(ChunkTaken(attempt=R, number=0))
-    h.receive(Admitted(attempt=R))
+    h.receive(ChunkTaken(attempt=R, number=0), Admitted(attempt=R))
     assert h.free_pages == 8
-    orders = [h.order() for _ in range(4)]
-    assert isinstance(orders[2], Step)
-    assert orders[3] == Forget(R)
 
 
-def test_an_abort_goes_to_all_ranks_and_quiesced_is_said_when_all_are_quiet(h: GroupHarness) -> None:
+def test_an_abort_goes_to_all_ranks_and_quiesced_waits_for_all(h: World) -> None:
     """A late write of any rank would corrupt another request."""
     h.receive(request())
     h.compute()
     h.receive(Abort(attempt=R))
-    assert [type(h.order()) for _ in range(2)] == [Begin, Step]
-    assert h.order() == Stop(R)
+    for worker in h.workers:
+        assert {write.work for write in worker.writes} <= worker.cancelled
     h.sent(error="aborted")
-    h.said(1, 2)
-    assert h.said_by_node() == []
+    h.sent(rank=1)
+    assert h.control.take(Quiesced) == []
     assert h.free_pages == 5
-    h.said(2, 4, error="aborted", lingering=True)
+    h.sent(rank=2, error="aborted", lingering=True)
     assert h.control.take(Quiesced) == [Quiesced(attempt=R, lingering=True)]
     assert h.free_pages == 8
-    assert h.order() == Forget(R)
 
 
-def test_a_write_of_a_rank_that_nobody_knows_the_end_of_is_never_said_to_be_quiet(h: GroupHarness) -> None:
+def test_ranks_stop_sending_a_chunk_of_which_one_has_failed(h: World) -> None:
     h.receive(request())
     h.compute()
-    h.said(1, 2, error="nobody knows whether a write has ended", in_flight=True)
-    h.said(2, 4)
+    h.sent(rank=1, error="the connection was lost")
+    assert h.is_cancelled(h.writes[0])
+    h.sent(error="aborted")
+    h.sent(rank=2, error="aborted")
+    [failed] = h.control.take(PrefillFailed)
+    assert failed.reason == "transfer failed: the connection was lost"
+
+
+def test_a_write_of_unknown_end_in_a_rank_is_never_said_to_be_quiet(h: World) -> None:
+    h.receive(request())
+    h.compute()
+    h.sent(rank=1, error="nobody knows whether a write has ended", in_flight=True)
+    h.sent(rank=2)
     h.sent()
-    [failed] = [m for _, m in h.control.repeated.values()]
+    [failed] = h.repeated
     assert isinstance(failed, PrefillFailed)
     assert failed.in_flight
     h.receive(Abort(attempt=R))
     assert h.control.take(Quiesced) == []
 
 
-def test_a_rank_that_has_ended_is_never_said_to_be_quiet_and_ends_the_node(h: GroupHarness) -> None:
-    h.receive(request())
-    h.receive(request(attempt=R._replace(request_id="waits")))
+def test_a_rank_that_has_ended_is_never_said_to_be_quiet_and_ends_the_node(h: World) -> None:
+    h.receive(request(), request(attempt=R._replace(request_id="waits")))
     h.compute()
     h.sent()
-    h.said(1, 2)
+    h.sent(rank=1)
     h.ranks.ended = 2
     turns = h.script(lambda: None, lambda: h.receive(Abort(attempt=R)))
     with pytest.raises(GroupFailed, match="rank 2 ended"):
         h.endpoint.run()
     assert not turns
-    assert h.left
+    assert h.has_left
     assert h.ranks.reported == "rank 2 ended"
     said = h.control.take(PrefillFailed)
-    assert [(m.attempt.request_id, m.in_flight, m.leaving) for m in said if isinstance(m, PrefillFailed)] == [
-        ("waits", False, True)
-    ]
+    assert [(m.attempt.request_id, m.in_flight, m.leaving) for m in said] == [("waits", False, True)]
     assert h.control.take(Quiesced) == []
-    assert h.engine.attempts == [R], "of which a write may be in flight"
+    assert list(h.held) == [R], "of which a write may be in flight"
 
 
-def test_a_step_that_rank_0_cannot_compute_ends_the_node(h: GroupHarness) -> None:
+def test_a_step_that_rank_0_cannot_compute_ends_the_node_once(h: World) -> None:
     """The collectives of the others wait for it."""
     h.receive(request())
     h.start()
-    step = h.computing.step
-    assert step is not None
-    h.engine._report(Computed(step, "prefill failed: out of memory"))
     with pytest.raises(GroupFailed, match="rank 0 failed in step 1: prefill failed: out of memory"):
-        h.engine.poll()
-    h.engine.poll()
+        h.finish("prefill failed: out of memory")
+    h.tell()
+    assert h.planner.has_failed
 
 
-def test_parts_that_were_never_sent_or_are_reported_twice_are_errors() -> None:
-    reports = PartialReports()
-    job = TransferJob.of(request(), DECODE)
-    job.pages = np.arange(3)
-    chunk = job.chunk(0, 6, ForwardProgress(torch.device("cpu")))
-    reports.expect(chunk, [Part(0, 0, 3), Part(2, 3, 6)])
-    aborted = SendReport(chunk.part(3, 6), 7, 2, posted_at=101.0, ended_at=103.0, error="aborted")
-    sent = PartSent.of(aborted, clock_ahead=-100.0)  # it is on another host
-    assert reports.take(2, sent) is None
-    with pytest.raises(KeyError):
-        reports.take(2, sent)
-    with pytest.raises(KeyError):
-        reports.take(1, sent)
-    lost = PartSent.of(SendReport(chunk.part(0, 3), 5, 1, ended_at=2.0, error="the connection was lost"))
-    whole = reports.take(0, lost)
-    assert whole is not None
-    assert whole.chunk is chunk
-    assert (whole.num_bytes, whole.num_descriptors, whole.posted_at, whole.ended_at) == (12, 3, 1.0, 3.0)
+# --- what crosses between ranks ---
+
+
+def orders() -> list[Order]:
+    """One of each kind."""
+    h = World(world_size=2, cache=new_cache(), fetch_policy="always")
+    tokens, slots = tuple(range(80)), ((0, 16),)
+    asked = request(token_ids=tokens, start=64, extents=slots, prompt_logprobs=None)
+    h.receive(asked)
+    h.start()
+    h.tell()
+    rows = [Checksum(buffer, at, at + 32, 7) for buffer in range(3) for at in (0, 32)]
+    h.receive(FetchGrant(attempt=R, start=0, stop=64, extents=((10, 64),), checksums=Checksums.of(rows)))
+    for rank in (0, 1):
+        h.read(rank)
+    h.start()
+    h.finish()
+    logprobs = R._replace(request_id="logprobs")
+    h.receive(request(attempt=logprobs, prompt_logprobs=2, last_token_id=3), Abort(attempt=logprobs))
+    h.compute()
+    h.receive(Abort(attempt=R))
+    return [*h.workers[1].orders, h.workers[0].orders[-1], End()]
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray):
+        return bool(np.array_equal(a, b))
+    if isinstance(a, tuple) and not hasattr(a, "_fields"):
+        return len(a) == len(b) and all(map(same, a, b))
+    if hasattr(a, "__dataclass_fields__"):
+        return type(a) is type(b) and all(same(getattr(a, name), getattr(b, name)) for name in vars(a))
+    return bool(a == b)
+
+
+def test_orders_and_reports_are_the_same_on_the_other_side_of_a_line() -> None:
+    found = orders()
+    assert {type(order).__name__ for order in found} >= {
+        "Serve",
+        "BlockToRead",
+        "Gather",
+        "Step",
+        "CancelTransfers",
+        "End",
+    }
+    for order in found:
+        assert same(OF_OTHERS.decode(OF_FIRST.encode(order)), order)
+    report = TransferReport(3, 10, 1, 1.0, 2.0, 0.5, [Checksum(0, 1, 2, 2**64 - 1)], "lost", "read", True, True, False)
+    assert OF_FIRST.decode(OF_OTHERS.encode(report)) == report
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        pickle.dumps(End()),
+        msgpack.packb(("End",)),
+        msgpack.packb(("Exit", {})),
+        msgpack.packb((["End"], {})),
+        msgpack.packb(("Serve", {})),
+        msgpack.packb(("CancelTransfers", {"works": "all"})),
+        msgpack.packb(("Gather", {"number": 1, "prefixes": [{"pages": b"1234567", "bounds": [0]}]})),
+        b"\x91" * 5000 + b"\x00",
+        OF_OTHERS.encode(TransferReport(1)),
+    ],
+)
+def test_what_is_no_order_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        OF_OTHERS.decode(data)
+
+
+def test_times_of_another_host_are_told_by_the_clock_of_rank_0() -> None:
+    theirs = TransferReport(1, posted_at=101.0, ended_at=103.0, error="aborted").by_clock(-100.0)
+    assert (theirs.posted_at, theirs.ended_at) == (1.0, 3.0)
+    lost = TransferReport(1, num_bytes=5, ended_at=2.0, error="the connection was lost")
+    whole = merged([theirs, lost])
+    assert (whole.num_bytes, whole.posted_at, whole.ended_at) == (5, 1.0, 3.0)
     assert whole.error == "the connection was lost", "which says more than that it was aborted for it"
+    assert TransferReport(1).by_clock(1.0).posted_at is None
+
+
+class Rank:
+    """Rank 1 with a held worker, and rank 0's line to it."""
+
+    def __init__(self) -> None:
+        first, own = (SealedSocket(end, INHERITED) for end in socket.socketpair())
+        self.reports: queue.SimpleQueue[tuple[int, TransferReport]] = queue.SimpleQueue()
+        self.failures: queue.SimpleQueue[str] = queue.SimpleQueue()
+        [self.line] = lines_to_others({1: first}, OF_FIRST, lambda *said: self.reports.put(said), self.failures.put)
+        self.ranks = FakeRanks(1, 2)
+        self.ranks.lines = {0: own}
+        self.ranks.fail = self.failures.put  # type: ignore[assignment,method-assign]
+        self.worker = HeldWorker()
+        self.control = FakeControl()
+        self.inbox: queue.SimpleQueue[Order | StepEnded] = queue.SimpleQueue()
+        shell: Any = SimpleNamespace(control=self.control, inbox=self.inbox)
+        self.loop = RankLoop(shell, self.ranks, self._new_worker)
+
+    def _new_worker(self, report: Any) -> HeldWorker:
+        self.report: Any = report
+        return self.worker
+
+    def turn(self) -> None:
+        self.loop.take(self.inbox.get(timeout=10))
+
+
+def test_another_rank_obeys_and_reports_what_it_has_sent() -> None:
+    rank = Rank()
+    for order in (Serve((DECODE,)), CancelTransfers((1, 2)), End()):
+        rank.line.send(order)
+        rank.turn()
+    assert rank.control.watched == {DECODE}, "it has a lease of its own"
+    assert rank.worker.cancelled == {1, 2}
+    assert rank.loop._has_ended
+    rank.report(TransferReport(7, num_bytes=3))
+    assert rank.reports.get(timeout=10) == (1, TransferReport(7, num_bytes=3))
+
+
+def test_a_rank_that_fails_in_a_step_ends_the_group() -> None:
+    rank = Rank()
+    rank.report(StepEnded(1))
+    rank.turn()
+    rank.report(StepEnded(2, "prefill failed: out of memory"))
+    with pytest.raises(GroupFailed, match="rank 1 failed in step 1: prefill failed: out of memory"):
+        rank.turn()
+
+
+def test_a_line_that_brings_something_else_fails() -> None:
+    rank = Rank()
+    rank.line._connection.send(b"something else")
+    assert "the line to rank 0 failed: " in rank.failures.get(timeout=10)

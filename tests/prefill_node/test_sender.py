@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from control.messages import Peer
-from prefill_node.outgoing import Chunk, OutgoingChunk, SendReport
+from prefill_node.orders import TransferReport
+from prefill_node.outgoing import Chunk, OutgoingChunk
 from prefill_node.plan import ChunkPart
 from prefill_node.progress import ForwardProgress
 from prefill_node.ring import SendBuffer, SendRing
-from prefill_node.sender import MAX_LANES
 from prefill_node.source import Reading
 from tests.prefill_node.sending import (
     CPU,
@@ -25,6 +24,7 @@ from tests.prefill_node.sending import (
     LateChannel,
     LateCopy,
     Sending,
+    at_slots,
     wait_until,
 )
 from transfer.checksum import verify
@@ -55,7 +55,7 @@ def test_every_item_of_every_layer_arrives_at_its_slot(
     sending.check_bytes(chunk)
     assert sent.num_bytes == (stop - start) * (2 * 4400 + 32)
     assert sent.num_descriptors == sum(len(batch.lengths) for batch in sending.channel("a").posted)
-    assert not verify(sent.checksums, sending.destination().buffers, chunk.slots, NUM_PAGES * PAGE_SIZE)
+    assert not verify(sent.checksums, sending.destination().buffers, at_slots(chunk.block), NUM_PAGES * PAGE_SIZE)
     assert sum(c.stop - c.start for c in sent.checksums) == 3 * (stop - start)
 
 
@@ -113,7 +113,7 @@ def test_where_gathering_does_not_pay_the_source_is_the_pool_itself(
 def test_no_write_is_posted_before_the_device_event_of_its_layer(sending: Sending) -> None:
     """sglang PR 30254: the NIC read KV that the compute stream had not finished writing."""
     progress = ForwardProgress(CPU)
-    sending.sender.submit(sending.chunk(progress=progress))
+    sending.submit(sending.chunk(progress=progress))
     time.sleep(0.1)
     assert sending.channel("a").posted == []
     progress.layer_done(0)
@@ -134,7 +134,7 @@ def test_in_place_layers_go_out_together_that_are_computed_already(computed: int
     for layer in range(computed):
         progress.layer_done(layer)
     chunk = sending.chunk(stop=800, progress=progress)
-    sending.sender.submit(chunk)
+    sending.submit(chunk)
     if computed == 1:
         wait_until(lambda: len(channel.posted) == 1)
         progress.layer_done(1)
@@ -144,7 +144,7 @@ def test_in_place_layers_go_out_together_that_are_computed_already(computed: int
     items, keys = 800 * 4400, 800 * 32
     expected = [items, items, keys] if computed == 1 else [2 * items, keys]
     assert [int(batch.lengths.sum()) for batch in channel.posted] == expected
-    assert not verify(sent.checksums, sending.destination().buffers, chunk.slots, 800)
+    assert not verify(sent.checksums, sending.destination().buffers, at_slots(chunk.block), 800)
 
 
 def test_in_place_items_go_in_the_order_of_their_slots() -> None:
@@ -189,18 +189,20 @@ def test_a_layer_waits_for_its_event_on_the_device() -> None:
 def test_chunks_of_a_pass_that_failed_are_given_up(sending: Sending) -> None:
     progress = ForwardProgress(CPU)
     progress.layer_done(0)
-    sending.sender.submit(sending.chunk(progress=progress))
+    sending.submit(sending.chunk(progress=progress))
     progress.fail()
     assert sending.reports.get(timeout=10).error == "aborted"
 
 
 def test_a_slow_receiver_delays_only_its_own_requests(sending: Sending) -> None:
     hold = sending.channel("slow").hold = threading.Event()
-    sending.sender.submit(sending.chunk("slow"))
+    slow = sending.chunk("slow")
+    sending.submit(slow)
     for _ in range(3):
-        assert sending.send(sending.chunk("fast")).chunk.decode.boot_id == "fast"
+        fast = sending.chunk("fast")
+        assert sending.send(fast).work == fast.block.work
     hold.set()
-    assert sending.reports.get(timeout=10).chunk.decode.boot_id == "slow"
+    assert sending.reports.get(timeout=10).work == slow.block.work
 
 
 def test_a_chunk_that_was_given_up_is_not_posted(sending: Sending) -> None:
@@ -212,7 +214,7 @@ def test_an_abort_stops_a_chunk_between_batches(sending: Sending) -> None:
     progress = ForwardProgress(CPU)
     progress.layer_done(0)
     aborted = threading.Event()
-    sending.sender.submit(sending.chunk(progress=progress, cancelled=aborted.is_set))
+    sending.submit(sending.chunk(progress=progress, cancelled=aborted.is_set))
     wait_until(lambda: len(sending.channel("a").posted) == PARTS)
     aborted.set()
     progress.layer_done(1)
@@ -223,7 +225,7 @@ def test_an_abort_stops_a_chunk_between_batches(sending: Sending) -> None:
 def test_nothing_is_posted_to_a_decode_node_that_is_not_heard(sending: Sending) -> None:
     """A writer that was stopped for long must not write to whatever process has the address by then."""
     sending.silence = 10.0
-    sending.sender.submit(sending.chunk())
+    sending.submit(sending.chunk())
     time.sleep(0.2)
     assert sending.channel("a").posted == []
     sending.silence = 0.0
@@ -258,7 +260,8 @@ def test_a_decode_node_without_a_route_costs_its_requests(sending: Sending) -> N
 
 
 def test_a_bug_while_sending_costs_the_chunk_and_not_the_thread(sending: Sending) -> None:
-    impossible = dataclasses.replace(sending.chunk(), slots=np.arange(3))
+    chunk = sending.chunk()
+    impossible = dataclasses.replace(chunk, block=dataclasses.replace(chunk.block, slots=np.arange(3)))
     assert "sending failed" in (sending.send(impossible).error or "")
     assert sending.send(sending.chunk()).error is None
 
@@ -275,9 +278,9 @@ def test_whatever_fails_every_chunk_is_reported_once_and_the_next_ones_are_sent(
             sending.channel("a").broken = broken
     chunks = [sending.chunk(start=start, stop=start + 100) for start in range(0, 300, 100)]
     for chunk in chunks:
-        sending.sender.submit(chunk)
+        sending.submit(chunk)
     failed = [sending.reports.get(timeout=10) for _ in chunks]
-    assert [sent.chunk.start for sent in failed] == [0, 100, 200]
+    assert [sent.work for sent in failed] == [chunk.block.work for chunk in chunks]
     assert all(sent.error for sent in failed)
     unknown = broken in ("submit", "wait")
     assert [sent.in_flight for sent in failed] == [unknown] * 3, "what may be in flight is never called quiet"
@@ -304,7 +307,7 @@ def test_send_buffers_that_may_be_read_for_ever_are_not_filled_again(sending: Se
     channel = sending.channel("a")
     channel.broken = "wait"
     pipeline, ring = Pipeline(channel), SendRing(pin=False)
-    reports: list[SendReport] = []
+    reports: list[TransferReport] = []
     OutgoingChunk(sending.chunk(), sending.reading, pipeline, lambda: ring, reports.append).post(lambda: True)
     channel.broken = ""
     OutgoingChunk(sending.chunk(), sending.reading, pipeline, lambda: ring, reports.append).post(lambda: True)
@@ -324,9 +327,9 @@ def test_a_bug_in_the_thread_itself_costs_the_chunks_that_it_has_taken(
 
     with monkeypatch.context() as breaking:
         breaking.setattr(Pipeline, "settle_oldest", broken)
-        sending.sender.submit(sending.chunk(stop=100))
+        sending.submit(sending.chunk(stop=100))
         sent = sending.reports.get(timeout=10)
-    assert (sent.in_flight, sent.error) == (True, "sending failed: a bug")
+    assert (sent.in_flight, sent.error) == (True, "transfer failed: a bug")
     assert sending.send(sending.chunk(start=100, stop=200)).error is None
     assert sending.sender.stop(timeout=5)
     assert sending.reports.empty(), "its writes have ended since, which is not told a second time"
@@ -337,41 +340,37 @@ def test_the_next_chunk_is_on_its_way_before_the_last_one_has_ended(sending: Sen
     chunks = [sending.chunk(start=start, stop=start + 100) for start in range(0, 1000, 100)]
     hold = sending.channel("a").hold = threading.Event()
     for chunk in chunks:
-        sending.sender.submit(chunk)
+        sending.submit(chunk)
     hold.set()
     sent = [sending.reports.get(timeout=10) for _ in chunks]
-    assert [one.chunk.start for one in sent] == list(range(0, 1000, 100))
+    assert [one.work for one in sent] == [chunk.block.work for chunk in chunks]
     assert not any(one.error for one in sent)
     assert sending.channel("a").most_late == BATCHES_IN_FLIGHT
 
 
 def test_a_sender_that_is_stopped_sees_what_it_has_posted_to_its_end(sending: Sending) -> None:
     for start in range(0, 500, 100):
-        sending.sender.submit(sending.chunk(start=start, stop=start + 100))
+        sending.submit(sending.chunk(start=start, stop=start + 100))
     assert sending.sender.stop(timeout=5)
     assert [sending.reports.get(timeout=1).error for _ in range(5)] == [None] * 5
     assert sending.channel("a").late == 0
 
 
 def test_what_has_ended_is_reported_while_the_next_chunk_waits_for_its_layer(sending: Sending) -> None:
-    sending.sender.submit(sending.chunk())
+    sending.submit(sending.chunk())
     given_up = threading.Event()
-    sending.sender.submit(sending.chunk(progress=ForwardProgress(CPU), cancelled=given_up.is_set))
+    sending.submit(sending.chunk(progress=ForwardProgress(CPU), cancelled=given_up.is_set))
     assert sending.reports.get(timeout=10).error is None
     given_up.set()
 
 
-def test_threads_are_bounded_and_end_when_no_request_needs_them(sending: Sending) -> None:
-    for number in range(MAX_LANES):
-        decode = Peer(role="decode", address=f"{number}:1", boot_id=str(number))
-        assert sending.sender.open(decode), "also before anything is sent there"
-    for number in range(MAX_LANES):
-        assert sending.send(sending.chunk(str(number), stop=1)).error is None
-    assert not sending.sender.open(Peer(role="decode", address="new:1", boot_id="new"))
-    assert sending.sender.open(Peer(role="decode", address="3:1", boot_id="3"))
-    sending.sender.keep_only({"3"})
-    wait_until(lambda: sending.channel("0").closed)
-    assert sending.send(sending.chunk("0", stop=1)).error is None
+def test_threads_end_when_no_request_needs_them_and_begin_again(sending: Sending) -> None:
+    for boot in ("a", "b", "c"):
+        assert sending.send(sending.chunk(boot, stop=1)).error is None
+    sending.sender.keep_only({"c"})
+    wait_until(lambda: sending.channel("a").closed and sending.channel("b").closed)
+    assert not sending.channel("c").closed
+    assert sending.send(sending.chunk("a", stop=1)).error is None
     assert sending.sender.stop(timeout=5)
 
 
@@ -383,7 +382,7 @@ def test_a_send_buffer_from_which_nothing_was_posted_is_the_next_one_and_none_in
     sending = Sending("tcp")
     source = sending.reading.source
     pipeline, ring = Pipeline(sending.channel("a")), SendRing(pin=False)
-    reports: list[SendReport] = []
+    reports: list[TransferReport] = []
 
     def outgoing(chunk: Chunk, reading: Reading = sending.reading) -> OutgoingChunk:
         return OutgoingChunk(chunk, reading, pipeline, lambda: ring, reports.append)
@@ -404,8 +403,9 @@ def test_a_send_buffer_from_which_nothing_was_posted_is_the_next_one_and_none_in
             outgoing(abandoned, dataclasses.replace(sending.reading, source=Breaking())).post(lambda: True)
     outgoing(chunks[1]).post(lambda: True)
     pipeline.drain()
-    assert [sent.error for sent in reports if sent.chunk in chunks] == [None, None]
-    sending.check_bytes(dataclasses.replace(chunks[0], stop=200))
+    works = [chunk.block.work for chunk in chunks]
+    assert [sent.error for sent in reports if sent.work in works] == [None, None]
+    sending.check_bytes(sending.chunk(stop=200))
 
 
 def test_what_sending_took_leaves_out_waits_for_layers_and_for_leave_to_post(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,7 +432,7 @@ def test_what_sending_took_leaves_out_waits_for_layers_and_for_leave_to_post(mon
     sending = Sending("tcp")
     channel = Carrying("tcp")
     pipeline, ring = Pipeline(channel), SendRing(pin=False)
-    reports: list[SendReport] = []
+    reports: list[TransferReport] = []
     chunk = sending.chunk(stop=100, progress=Computing(CPU))
     OutgoingChunk(chunk, sending.reading, pipeline, lambda: ring, reports.append).post(lambda: passes(500.0))
     pipeline.drain()

@@ -14,19 +14,29 @@ import torch
 
 from cli.serve import free_port
 from ranks.group import RankGroup
-from ranks.group_table import GroupTable
+from ranks.place import RankPlace, create_places
 from ranks.rank_line import LineCodec
-from ranks.rank_place import RankPlace, create_places
+from ranks.status import SharedStatus
+from ranks.watch import RankWatch
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 30.0
 JSON: LineCodec[object, object] = LineCodec(lambda value: json.dumps(value).encode(), json.loads)
 
 
+class FakeWatch(RankWatch):
+    """Watches nothing. dead: names the rank that has ended."""
+
+    def __init__(self, dead: Callable[[], int | None] = lambda: None) -> None:
+        self.dead = dead  # type: ignore[method-assign]
+        self._serving = False
+        self._step = None
+
+
 class ForkedRanks:
     """Runs `body(rank's place)` in a process for each rank. What one raises is written to a file.
 
-    hosts: as many as the ranks are told to be on. They share no table, and meet on the loopback interface.
+    hosts: as many as the ranks are told to be on. They share no status, and meet on the loopback interface.
     """
 
     def __init__(
@@ -34,8 +44,8 @@ class ForkedRanks:
     ) -> None:
         meeting = f"127.0.0.1:{free_port()}" if hosts > 1 else ""
         self.places = [place for host in range(hosts) for place in create_places(size, lines, hosts, host, meeting)]
-        self.tables = [GroupTable(place.table, size) for place in self.places[:: size // hosts]]
-        self.table = self.tables[0]
+        self.statuses = [SharedStatus(place.status, size) for place in self.places[:: size // hosts]]
+        self.status = self.statuses[0]
         self._directory = directory
         self.pids = [self._fork(place, body) for place in self.places]
 
@@ -77,8 +87,8 @@ class ForkedRanks:
         for pid in filter(None, self.pids):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        for table in self.tables:
-            table.close()
+        for status in self.statuses:
+            status.close()
         for descriptor in {descriptor for place in self.places for descriptor in place.descriptors}:
             os.close(descriptor)
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from base.phase import Phase
 from service import lifecycle
-from service.lifecycle import Lifecycle, Phase
+from service.lifecycle import Lifecycle
 from tests.skips import impossible
 
 

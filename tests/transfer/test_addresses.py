@@ -128,19 +128,19 @@ OFFERED = Destination(
 )
 def test_a_process_has_the_pools_that_it_offered_first(change: dict[str, object], field: str) -> None:
     destinations = Destinations()
-    assert destinations.contradiction(DECODE, OFFERED) is None
-    assert destinations.contradiction(DECODE, OFFERED.model_copy()) is None
-    said = destinations.contradiction(DECODE, OFFERED.model_copy(update=change))
+    assert destinations.rejection_reason(DECODE, OFFERED) is None
+    assert destinations.rejection_reason(DECODE, OFFERED.model_copy()) is None
+    said = destinations.rejection_reason(DECODE, OFFERED.model_copy(update=change))
     assert said == f"127.0.0.1:9 offered another destination before: {field} changed"
-    assert destinations.contradiction(DECODE, OFFERED) is None
+    assert destinations.rejection_reason(DECODE, OFFERED) is None
     restarted = DECODE.model_copy(update={"boot_id": "next"})
-    assert destinations.contradiction(restarted, OFFERED.model_copy(update=change)) is None
+    assert destinations.rejection_reason(restarted, OFFERED.model_copy(update=change)) is None
 
 
 def test_processes_that_were_long_silent_are_forgotten() -> None:
     destinations = Destinations(limit=2)
     other = OFFERED.model_copy(update={"sessions": ()})
     for boot_id in ("a", "b", "a", "c"):
-        assert destinations.contradiction(DECODE.model_copy(update={"boot_id": boot_id}), OFFERED) is None
-    assert destinations.contradiction(DECODE.model_copy(update={"boot_id": "a"}), other) is not None
-    assert destinations.contradiction(DECODE.model_copy(update={"boot_id": "b"}), other) is None
+        assert destinations.rejection_reason(DECODE.model_copy(update={"boot_id": boot_id}), OFFERED) is None
+    assert destinations.rejection_reason(DECODE.model_copy(update={"boot_id": "a"}), other) is not None
+    assert destinations.rejection_reason(DECODE.model_copy(update={"boot_id": "b"}), other) is None

@@ -1,0 +1,164 @@
+"""Divides steps, chunks and prefixes among the workers of all ranks, and puts together what they report.
+
+Each chunk of a step is sent in the blocks in which ranks compute it, and a prefix is read in as many blocks as ranks.
+Of either there is one report, when every rank has reported its block.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from control.messages import Peer
+from engine.chunked import PrefillStep
+from model.passes import PrefillChunk
+from model.shard import Shard
+from prefill_node.attempt import HeldAttempt, HeldState
+from prefill_node.orders import (
+    BlockToRead,
+    BlockToSend,
+    CancelTransfers,
+    DividedPrefix,
+    Gather,
+    Order,
+    Report,
+    Send,
+    Serve,
+    Step,
+    StepChunk,
+    TransferReport,
+    merged,
+)
+from ranks.executor import Executor
+
+
+@dataclass(eq=False)
+class Transfer:
+    """A chunk that is sent, or a prefix that is read, up to position `stop`. missing: ranks that have not reported."""
+
+    attempt: HeldAttempt
+    stop: int
+    is_read: bool
+    missing: set[int] = field(default_factory=set)
+    reports: list[TransferReport] = field(default_factory=list)
+
+
+class Dispatch:
+    """Gives numbers to what is in flight of attempts (`HeldAttempt.in_flight`). The planner's loop calls it."""
+
+    def __init__(self, executor: Executor[Order, Report]) -> None:
+        self.world_size = executor.world_size
+        self.served: set[Peer] = set()
+        """The decode nodes that workers know of."""
+        self._executor = executor
+        self._numbers = count(1)
+        self._transfers: dict[int, Transfer] = {}
+
+    def start_step(self, step: PrefillStep[HeldAttempt]) -> int:
+        """Have all ranks compute a step, and each send its blocks of it as layers are done. Returns its number."""
+        number = next(self._numbers)
+        works: list[int | None] = []
+        for attempt, chunk in step.chunks:
+            attempt.in_flight.add(number)
+            attempt.handed = chunk.stop
+            if attempt.state is HeldState.JOINED and attempt.fetch is not None:
+                attempt.fetch.withheld.append((chunk.start, chunk.stop, number))
+                works.append(None)
+            else:
+                works.append(self._new_transfer(attempt, chunk.stop))
+        chunks = tuple(_step_chunk(attempt, chunk) for attempt, chunk in step.chunks)
+        patience = max((attempt.fetch.patience for attempt, _ in step.chunks if attempt.fetch is not None), default=0.0)
+        blocks = [self._blocks(rank, step, works) for rank in range(self.world_size)]
+        for rank in reversed(range(self.world_size)):
+            self._executor.order(rank, Step(number, chunks, blocks[rank], patience))
+        return number
+
+    def start_gather(self, prefixes: Sequence[DividedPrefix]) -> int:
+        """Have all ranks exchange what they have read of prefixes, in a step of its own. Returns its number."""
+        number = next(self._numbers)
+        self._executor.order_all(Gather(number, tuple(prefixes)))
+        return number
+
+    def send(self, attempt: HeldAttempt, start: int, stop: int, step: int | None = None) -> None:
+        """Have rank 0 send positions [start, stop), but for those that the decode node has. step: see Send."""
+        if (work := self._new_transfer(attempt, stop)) is not None:
+            self._transfers[work].missing.add(0)
+            self._executor.order(0, Send(attempt.write(work, max(start, attempt.start), stop), step))
+
+    def read(self, attempt: HeldAttempt, stop: int, blocks: Mapping[int, BlockToRead]) -> None:
+        """Have ranks read their blocks of a prefix, of which there is at least one."""
+        work = next(block.work for block in blocks.values())
+        attempt.in_flight.add(work)
+        self._transfers[work] = Transfer(attempt, stop, is_read=True, missing=set(blocks))
+        for rank, block in blocks.items():
+            self._executor.order(rank, block)
+
+    def new_number(self) -> int:
+        return next(self._numbers)
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        """Have nothing more posted of these chunks and prefixes."""
+        if numbers:
+            self._executor.order_all(CancelTransfers(tuple(numbers)))
+
+    def serve(self, decode_nodes: set[Peer]) -> None:
+        """These decode nodes have attempts here, and no others."""
+        if decode_nodes != self.served:
+            self.served = decode_nodes
+            self._executor.order_all(Serve(tuple(decode_nodes)))
+
+    def attempt_of(self, work: int) -> HeldAttempt | None:
+        """Of which a chunk is being sent, or a prefix read."""
+        transfer = self._transfers.get(work)
+        return None if transfer is None else transfer.attempt
+
+    def block_ended(self, rank: int, report: TransferReport) -> tuple[Transfer, TransferReport] | None:
+        """Count a report. What it completes, if all ranks have reported, and one report of all.
+
+        Raises KeyError for a block that is not expected: each is reported once.
+        """
+        transfer = self._transfers[report.work]
+        transfer.missing.remove(rank)
+        transfer.reports.append(report)
+        if transfer.missing:
+            if report.error is not None:
+                self.cancel([report.work])
+            return None
+        del self._transfers[report.work]
+        return transfer, merged(transfer.reports)
+
+    def _new_transfer(self, attempt: HeldAttempt, stop: int) -> int | None:
+        """The number of a chunk up to `stop`; None if the decode node has all of it."""
+        if stop <= attempt.start:
+            return None
+        work = next(self._numbers)
+        attempt.in_flight.add(work)
+        self._transfers[work] = Transfer(attempt, stop, is_read=False)
+        return work
+
+    def _blocks(
+        self, rank: int, step: PrefillStep[HeldAttempt], works: Sequence[int | None]
+    ) -> tuple[BlockToSend, ...]:
+        """What a rank sends of a step. works: the numbers of chunks that are sent."""
+        blocks = []
+        lengths = [len(chunk.token_ids) for _, chunk in step.chunks]
+        for at, tokens in Shard(rank, self.world_size).blocks(lengths):
+            (attempt, chunk), work = step.chunks[at], works[at]
+            start, stop = max(chunk.start + tokens.start, attempt.start), chunk.start + tokens.stop
+            if work is not None and start < stop:
+                self._transfers[work].missing.add(rank)
+                blocks.append(attempt.write(work, start, stop))
+        return tuple(blocks)
+
+
+def _step_chunk(attempt: HeldAttempt, chunk: PrefillChunk) -> StepChunk:
+    assert attempt.pages is not None
+    wanted = attempt.wanted_logprobs(chunk)
+    return StepChunk(
+        chunk.token_ids.numpy(),
+        chunk.start,
+        chunk.sequence_length,
+        attempt.pages,
+        next_ids=None if wanted is None else wanted.next_ids.numpy(),
+        alternatives=0 if wanted is None else wanted.alternatives,
+        awaits=attempt.fetch.work if attempt.state is HeldState.JOINED and attempt.fetch is not None else None,
+    )

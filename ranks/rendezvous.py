@@ -1,0 +1,192 @@
+"""How the ranks of a group find each other, and the connections between those of several hosts.
+
+Ranks of one host share what they inherit. Those of several hosts meet at a store of torch.distributed, which rank 0
+serves at the address that all were given. It asks for no key, as the collectives' own connections do not: who reaches
+them can disturb the group. What ranks send each other beside collectives goes over connections of which both ends have
+shown that they know the secret (`ranks/handshake.py`), and whose frames nobody else can make
+(`ranks/sealed_socket.py`). Without keys there is no secret, and anybody can do both.
+"""
+
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import psutil
+import structlog
+from torch.distributed import DistError, DistNetworkError, FileStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from base.errors import StartupError
+from ranks.barrier import GroupFailed
+from ranks.handshake import PATIENCE_S, Caller, HandshakeFailed, Purpose, accept, call
+from ranks.place import RankPlace
+from ranks.sealed_socket import SealedSocket
+
+log = structlog.get_logger(__name__)
+
+MEETING_S = 600.0
+"""How long the hosts of a group wait for each other: one may have to fetch an image first."""
+_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What connects a rank with the others.
+
+    links: to the counterparts, by rank. lines: between rank 0 and every rank of another host, by the other rank, if
+    ranks have lines. interface: the name of the network interface that leads to the others. clock_ahead: seconds by
+    which the monotonic clock of rank 0 is ahead of this host's.
+    """
+
+    store: Store
+    links: dict[int, SealedSocket]
+    lines: dict[int, SealedSocket]
+    interface: str | None
+    clock_ahead: float
+
+
+def meet(place: RankPlace, secret: bytes, patience: float = MEETING_S) -> Meeting:
+    """Find the other ranks. Connects to those of other hosts: waits for all of them, for `patience` seconds.
+
+    secret: what only processes of this cluster know. Raises GroupFailed if they do not come, as when another host is
+    started later, and StartupError if they cannot be a group: other keys, another shape, or one rank twice.
+    """
+    if place.hosts == 1:
+        return Meeting(FileStore(f"/proc/self/fd/{place.store}", place.size), {}, {}, "lo", 0.0)
+    until = time.monotonic() + patience
+    try:
+        store = _join(place, until)
+        _check_shape(place, store)
+        return _connect(place, store, secret, until)
+    except DistError as error:
+        waited = f"waited {patience:g} s" if time.monotonic() > until else str(error).splitlines()[0]
+        raise GroupFailed(f"rank {place.rank} did not find its group at {place.meeting}: {waited}") from error
+    except OSError as error:
+        raise GroupFailed(f"rank {place.rank} did not find its group at {place.meeting}: {error}") from error
+
+
+def local_address(meeting: str) -> str:
+    """The address of this host that packets to the meeting come from. Raises OSError if the name is unknown."""
+    host, _, port = meeting.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface that has an address; None if none has."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.family == socket.AF_INET and each.address == address for each in addresses):
+            return str(name)
+    return None
+
+
+def _join(place: RankPlace, until: float) -> TCPStore:
+    """The group's store. Waits while a group that ends still has this rank at that address: its values are not ours."""
+    log.info("looking for the ranks of other hosts", at=place.meeting, rank=place.rank, of=place.size)
+    host, _, port = place.meeting.rpartition(":")
+    while True:
+        left = timedelta(seconds=max(1.0, until - time.monotonic()))
+        try:
+            store = TCPStore(
+                host, int(port), place.size, is_master=place.rank == 0, timeout=left, wait_for_workers=False
+            )
+            if store.add(f"joined/{place.rank}", 1) == 1:
+                return store
+        except DistNetworkError:  # A store that ends, or a port that is taken.
+            if place.rank == 0 or time.monotonic() > until:
+                raise
+        else:
+            del store
+            if place.rank == 0 or time.monotonic() > until:
+                raise StartupError(
+                    f"rank {place.rank} is in the group at {place.meeting} already: --dist-init-addr must be an "
+                    "address of the host with --node-rank 0, and each host needs a --node-rank of its own"
+                )
+        time.sleep(_AGAIN_S)
+
+
+def _check_shape(place: RankPlace, store: Store) -> None:
+    mine = f"--ranks {place.size} --nnodes {place.hosts}"
+    if place.rank == 0:
+        store.set("shape", mine)
+    elif (first := store.get("shape").decode()) != mine:
+        raise StartupError(f"the group at {place.meeting} has {first}, rank {place.rank} has {mine}")
+
+
+def _connect(place: RankPlace, store: Store, secret: bytes, until: float) -> Meeting:
+    """Ranks of later hosts connect to those of earlier ones, which accept."""
+    if place.rank == 0:
+        store.set("nonce", secrets.token_hex(32))
+    key = hmac.digest(secret, store.get("nonce"), hashlib.sha256)
+    address = local_address(place.meeting)
+    found: dict[Caller, SealedSocket] = {}
+    ahead = 0.0
+    with socket.create_server((address, 0), backlog=2 * place.size) as server:
+        at = server.getsockname()
+        store.set(f"at/{place.rank}", json.dumps(at))
+        for caller in _outgoing(place):
+            found[caller], clock = _called(store, key, caller)
+            if caller.to == 0:
+                ahead = clock
+        incoming = _incoming(place)
+        while not incoming <= found.keys():
+            server.settimeout(max(0.0, until - time.monotonic()))
+            connection, (host, _) = server.accept()
+            _tune(connection)
+            try:
+                who, session = accept(connection, key, place.rank, at)
+            except HandshakeFailed as failed:
+                log.warning("a stranger connected to the group", address=host, reason=str(failed))
+                continue
+            if who in incoming - found.keys():
+                found[who] = session
+            else:
+                log.warning("a rank connected to the group that is not expected", address=host, rank=who.rank)
+                session.close()
+    for session in found.values():
+        session.be_patient(0)
+    log.info("connected to the ranks of other hosts", connections=len(found), address=address)
+    others = {caller: caller.rank + caller.to - place.rank for caller in found}
+    links, lines = (
+        {others[caller]: session for caller, session in found.items() if caller.purpose is purpose}
+        for purpose in Purpose
+    )
+    return Meeting(store, links, lines, interface_of(address), ahead)
+
+
+def _called(store: Store, key: bytes, caller: Caller) -> tuple[SealedSocket, float]:
+    """See `call`. Raises StartupError if whoever answers is not that rank."""
+    host, port = json.loads(store.get(f"at/{caller.to}"))
+    connection = socket.create_connection((host, port), timeout=PATIENCE_S)
+    _tune(connection)
+    try:
+        return call(connection, key, caller, (host, port))
+    except HandshakeFailed as failed:
+        raise StartupError(
+            f"rank {caller.rank} did not get a session with rank {caller.to} at {host}:{port}: {failed}. Its host "
+            "needs the same keys, and only hosts of the group may reach --dist-init-addr"
+        ) from failed
+
+
+def _outgoing(place: RankPlace) -> Iterator[Caller]:
+    yield from (Caller(Purpose.LINK, place.rank, other) for other in place.counterparts if other < place.rank)
+    if place.host and place.lines:
+        yield Caller(Purpose.LINE, place.rank, 0)
+
+
+def _incoming(place: RankPlace) -> set[Caller]:
+    links = {Caller(Purpose.LINK, other, place.rank) for other in place.counterparts if other > place.rank}
+    lines = range(place.per_host, place.size) if place.rank == 0 and place.lines else ()
+    return links | {Caller(Purpose.LINE, other, 0) for other in lines}
+
+
+def _tune(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

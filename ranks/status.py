@@ -1,0 +1,167 @@
+"""Shared memory in which each rank of a host writes its status: what it wants, its phase, and why it ended.
+
+A memfd that the ranks inherit from the process that started them: nothing of it stays behind, however they end. Each
+rank writes to its own entry only. Numbers are written whole (aligned, 64 bits), so a reader sees the old one or the new
+one. What a step depends on is one number of each rank, since two may become visible in another order than they were
+written in. Of a group on several hosts each host has a copy: `ReplicatedStatus` keeps them alike.
+"""
+
+import mmap
+import os
+import time
+from collections.abc import Iterable
+
+from base.phase import Phase
+
+_ENTRY_BYTES = 1024
+_LINE = 8
+"""Numbers in a cache line: what a rank writes for every step has a line of its own."""
+_POSTS, _PID, _BEAT, _ASLEEP, _PHASE, _DONE, _TURNS = 0, *range(_LINE, _LINE + 6)
+_TEXT, _CODE, _REPORTED_AT = 2 * _LINE, 2 * _LINE + 1, 2 * _LINE + 2
+"""The length of the text that follows, an exit code, and when that was reported (time.monotonic_ns)."""
+_TEXT_BYTES = _ENTRY_BYTES - 8 * (_REPORTED_AT + 1)
+_BATCH_BITS = 20
+_BATCH_MASK = (1 << _BATCH_BITS) - 1
+
+
+class SharedStatus:
+    """The status of each rank of a group."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        """fd: of a memfd that `create` returned, for a group of that size."""
+        self.size = size
+        self._memory = mmap.mmap(fd, size * _ENTRY_BYTES)
+        self._bytes = memoryview(self._memory)
+        self._numbers = self._bytes.cast("q")
+        # Over all ranks, for what is looked at in every turn: min and max of these take a fraction of a microsecond.
+        self._posts = tuple(self._of_all(_POSTS + parity) for parity in range(2))
+        self._phases = self._of_all(_PHASE)
+        self._dones = self._of_all(_DONE)
+
+    @classmethod
+    def create(cls, size: int) -> int:
+        """The descriptor of an empty one, which the caller owns."""
+        fd = os.memfd_create("hisparse-pd-group")
+        os.ftruncate(fd, size * _ENTRY_BYTES)
+        return fd
+
+    def be_patient(self, seconds: float) -> None:
+        """How long ranks of other hosts may be silent from now on. On one host their ends are seen at once."""
+
+    def leave(self) -> None:
+        """Tell other hosts nothing more."""
+
+    def close(self) -> None:
+        for numbers in (*self._posts, self._phases, self._dones, self._numbers):
+            numbers.release()
+        self._bytes.release()
+        self._memory.close()
+
+    # What each rank wants of a round. Two posts are kept: a rank may post the next round while others read this one,
+    # but none after that, which begins when all have read this one.
+
+    def post(self, rank: int, number: int, batch: int) -> None:
+        """Rank `rank` wants to compute that many requests in a round, numbered from 1."""
+        self._numbers[self._at(rank, _POSTS + number % 2)] = number << _BATCH_BITS | batch
+
+    def posted(self, rank: int, number: int) -> int | None:
+        """What a rank wants in a round; None if it has not said."""
+        post = self._posts[number % 2][rank]
+        return post & _BATCH_MASK if post >> _BATCH_BITS == number else None
+
+    def anybody_posted(self, number: int) -> bool:
+        """Whether any rank has said what it wants in a round."""
+        return max(self._posts[number % 2]) >> _BATCH_BITS >= number
+
+    def largest_posted(self, number: int) -> int | None:
+        """The most that any rank wants in a round; None until all have said."""
+        posts = self._posts[number % 2]
+        return max(posts) & _BATCH_MASK if min(posts) >> _BATCH_BITS >= number else None
+
+    # What each rank says of itself.
+
+    def set_pid(self, rank: int, pid: int) -> None:
+        self._set(rank, _PID, pid)
+
+    def pid(self, rank: int) -> int:
+        """0 if it has not said."""
+        return self._get(rank, _PID)
+
+    def beat(self, rank: int) -> None:
+        """Show that the process runs."""
+        self._set(rank, _BEAT, self._get(rank, _BEAT) + 1)
+
+    def beats(self, rank: int) -> int:
+        return self._get(rank, _BEAT)
+
+    def turn(self, rank: int) -> None:
+        """Show that its loop turns (`Watchdog`)."""
+        self._set(rank, _TURNS, self._get(rank, _TURNS) + 1)
+
+    def turns(self, rank: int) -> int:
+        """0 until it serves."""
+        return self._get(rank, _TURNS)
+
+    def set_asleep(self, rank: int, asleep: bool) -> None:
+        """asleep: it does not look whether others have posted, and has to be woken."""
+        self._set(rank, _ASLEEP, int(asleep))
+
+    def asleep(self, rank: int) -> bool:
+        return bool(self._get(rank, _ASLEEP))
+
+    def set_phase(self, rank: int, phase: Phase) -> None:
+        self._set(rank, _PHASE, phase)
+
+    def phase(self) -> Phase:
+        """That of the group."""
+        return Phase(max(self._phases))
+
+    def phase_of(self, rank: int) -> Phase:
+        return Phase(self._get(rank, _PHASE))
+
+    def set_done(self, rank: int) -> None:
+        """It will not ask for another step."""
+        self._set(rank, _DONE, 1)
+
+    def done(self, rank: int) -> bool:
+        return bool(self._get(rank, _DONE))
+
+    def all_done(self) -> bool:
+        return all(self._dones)
+
+    # Why a rank ended.
+
+    def report(self, rank: int, text: str, code: int = 1) -> None:
+        """Leave the reason why it ends, for the process that started it. The first one counts. code: its exit code."""
+        if not self._get(rank, _TEXT):
+            data = text.encode()[:_TEXT_BYTES]
+            at = 8 * self._at(rank, _REPORTED_AT + 1)
+            self._bytes[at : at + len(data)] = data
+            self._set(rank, _CODE, code)
+            self._set(rank, _REPORTED_AT, time.monotonic_ns())
+            self._set(rank, _TEXT, len(data))
+
+    def reported(self, rank: int) -> tuple[str, int] | None:
+        """Reason and exit code; None if it does not end, or has not said why."""
+        if not (length := self._get(rank, _TEXT)):
+            return None
+        at = 8 * self._at(rank, _REPORTED_AT + 1)
+        return bytes(self._bytes[at : at + length]).decode(errors="replace"), self._get(rank, _CODE)
+
+    def first_reported(self, ranks: Iterable[int]) -> int | None:
+        """That of these ranks for which a reason was left first: others may end for its sake. None if there is none."""
+        reported = [rank for rank in ranks if self._get(rank, _TEXT)]
+        return min(reported, key=lambda rank: self._get(rank, _REPORTED_AT), default=None)
+
+    def _of_all(self, field: int) -> memoryview:
+        """A number of each rank."""
+        return self._numbers[field :: _ENTRY_BYTES // 8]
+
+    def _at(self, rank: int, field: int) -> int:
+        return rank * (_ENTRY_BYTES // 8) + field
+
+    def _get(self, rank: int, field: int) -> int:
+        return self._numbers[self._at(rank, field)]
+
+    def _set(self, rank: int, field: int, value: int) -> None:
+        self._numbers[self._at(rank, field)] = value
