@@ -209,7 +209,7 @@ class PrefillAttempt:
     def _reason_of_logprobs(self, message: ChunkDone | PrefillDone) -> str | None:
         if self.prompt_logprobs is None:
             return "log probabilities that were not asked for" if message.prompt_logprobs else None
-        return next(filter(None, map(self.prompt_logprobs.problem, message.prompt_logprobs)), None)
+        return next(filter(None, map(self.prompt_logprobs.rejection_reason, message.prompt_logprobs)), None)
 
 
 class AttemptTable(dict[AttemptId, PrefillAttempt]):

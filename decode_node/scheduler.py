@@ -298,7 +298,7 @@ class Scheduler:
     @property
     def holds_something(self) -> bool:
         """Whether there are requests, or slots that something may still write to."""
-        idle = self._steps.is_idle and self._remote.is_idle and not self._coordinator.num_staging
+        idle = self._steps.is_idle and self._remote.is_idle and not len(self._coordinator.staging)
         return bool(self.requests) or not idle
 
     def check_idle(self) -> None:

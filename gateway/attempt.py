@@ -178,7 +178,9 @@ class Attempt:
             self._waiting.set_result(None)
 
     def _take_prompt(self, piece: PromptLogprobs) -> None:
-        problem = "log probabilities that were not asked for" if self.prompt is None else self.prompt.problem(piece)
+        problem = (
+            "log probabilities that were not asked for" if self.prompt is None else self.prompt.rejection_reason(piece)
+        )
         if problem is not None:
             log.warning("wrong log probabilities", request_id=self.request.request_id, reason=problem)
             self.fail(self.request.failed("the request failed at its decode node"))

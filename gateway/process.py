@@ -38,11 +38,10 @@ from gateway.preparer import Preparer, chat_format_of
 from gateway.registry import NodeRegistry
 from gateway.server import ApiServer
 from gateway.tokenizer import CheckpointTokenizer
+from service.config import check_clients, check_processes
 from service.connection import ConnectionLimits
-from service.descriptors import raise_file_limit
-from service.exposure import check_clients, check_processes
 from service.http_server import HttpServer
-from service.lifecycle import STOP_SIGNALS, Lifecycle
+from service.lifecycle import STOP_SIGNALS, Lifecycle, raise_file_limit
 from service.status import bind_http, status_router
 from service.tls import server_tls
 

@@ -13,7 +13,6 @@ from base.memory import device_split, human, pool_bytes
 from control.membership import Membership
 from control.messages import Heartbeat, Peer, Register
 from engine.chunked import ChunkedPrefill
-from engine.identity import identity_of
 from kvcache.page_cache import PageCache, can_cache
 from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.passes import PrefillChunk
@@ -38,6 +37,7 @@ from ranks.executor import Executor, Reports
 from ranks.group import Ranks
 from ranks.place import RankPlace
 from ranks.rank_line import lines_to_others
+from service.checkpoint import identity_of
 from service.node_model import NodeModel
 from service.shell import NodeShell
 from transfer.transports import Transports

@@ -16,8 +16,10 @@ from service.connection import ConnectionLimits
 from service.http_server import HttpServer
 
 
-def status_router(metrics: Metrics, ready: Callable[[], str | None], refresh: Callable[[], None]) -> APIRouter:
-    """The status routes. `ready` says what is missing, or None; `refresh` updates gauges before a scrape.
+def status_router(
+    metrics: Metrics, not_ready_reason: Callable[[], str | None], refresh: Callable[[], None]
+) -> APIRouter:
+    """The status routes. not_ready_reason: None if ready. refresh: updates gauges before a scrape.
 
     /health never depends on another process.
     """
@@ -29,11 +31,10 @@ def status_router(metrics: Metrics, ready: Callable[[], str | None], refresh: Ca
 
     @router.get("/ready")
     async def readiness(response: Response) -> dict[str, str]:
-        missing = ready()
-        if missing is None:
+        if (reason := not_ready_reason()) is None:
             return {"status": "ready"}
         response.status_code = 503
-        return {"status": "not ready", "reason": missing}
+        return {"status": "not ready", "reason": reason}
 
     @router.get("/metrics")
     async def scrape() -> Response:

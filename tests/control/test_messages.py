@@ -13,7 +13,6 @@ from control.codec import PROTOCOL_VERSION, MalformedMessage, decode, encode
 from control.messages import (
     MAX_ALLOWED,
     MAX_BAD_WORD_TOKENS,
-    SENT_BY,
     AttemptId,
     Cancel,
     ChunkDone,
@@ -56,7 +55,7 @@ def prefill_request(**changes: Any) -> PrefillRequest:
 
 def sender_of(message: Message) -> Peer:
     """A process that may send it."""
-    return next(peer for peer in (ME, GATEWAY, PREFILL) if type(message) in SENT_BY[peer.role])
+    return next(peer for peer in (ME, GATEWAY, PREFILL) if peer.role in message.sent_by)
 
 
 def sample_messages() -> list[Message]:
@@ -201,7 +200,7 @@ def test_a_frame_of_wrong_elements_has_one_error_per_list() -> None:
 def test_what_a_role_does_not_send_is_malformed(message: Message) -> None:
     """A prefill node's key, say, makes nobody write."""
     for sender in (ME, GATEWAY, PREFILL):
-        if type(message) not in SENT_BY[sender.role]:
+        if sender.role not in message.sent_by:
             reason = f"a {sender.role} process does not send {type(message).__name__}"
             with pytest.raises(MalformedMessage, match=reason):
                 decode(encode(message, sender))
@@ -220,8 +219,14 @@ def test_what_contradicts_itself_is_malformed(contradict: Callable[[], object], 
         contradict()
 
 
-def test_every_kind_is_sent_by_some_role() -> None:
-    assert set(Message.kinds.values()) == frozenset.union(*SENT_BY.values())
+def test_an_extent_outside_the_registered_buffers_is_malformed() -> None:
+    with pytest.raises(ValueError, match="past the 10 registered slots"):
+        prefill_request(extents=((8, 3),))
+
+
+def test_extents_must_cover_the_prompt() -> None:
+    with pytest.raises(ValueError, match="2 slots for 3 tokens"):
+        prefill_request(extents=((0, 2),))
 
 
 def test_a_configuration_mismatch_names_both_values() -> None:

@@ -44,11 +44,11 @@ def test_a_prompt_of_one_token_has_none() -> None:
 
 def test_what_does_not_fit_is_named() -> None:
     table = PromptLogprobTable(5, 2)
-    assert table.problem(piece(3, 2)) is None
-    assert "3 alternatives, not 2" in str(table.problem(piece(1, 2, alternatives=3)))
-    assert "up to position 5, of a prompt of 5" in str(table.problem(piece(4, 2)))
+    assert table.rejection_reason(piece(3, 2)) is None
+    assert "3 alternatives, not 2" in str(table.rejection_reason(piece(1, 2, alternatives=3)))
+    assert "up to position 5, of a prompt of 5" in str(table.rejection_reason(piece(4, 2)))
     nan = PromptLogprobs.of(1, np.zeros((1, 3), np.int32), np.full((1, 3), np.nan, np.float32))
-    assert "finite" in str(table.problem(nan))
+    assert "finite" in str(table.rejection_reason(nan))
     with pytest.raises(ValidationError, match="whole rows"):
         PromptLogprobs(start=1, alternatives=1, ints=b"1234", floats=b"1234")
     assert too_many(1000, 0) is None
