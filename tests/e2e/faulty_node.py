@@ -22,6 +22,7 @@ import numpy as np
 import zmq
 
 from cli.main import main as run_command
+from control import connections
 from control.messages import Destination
 from control.plane import ControlPlane
 from prefill_node import decode_nodes
@@ -54,6 +55,8 @@ class Faults:
     slow_s: tuple[float, float] = (0.0, 0.0)
     journal: bool = False
     """Write down every batch that is posted."""
+    idle_close_s: float | None = None
+    """After how long unused connections to other processes' mailboxes are closed; None: as usual."""
     watch_s: float | None = None
     """For how long a prefill node goes on pinging a decode node that it wrote to; None: as usual."""
 
@@ -237,6 +240,8 @@ def _make_transfers_faulty(faults: Faults) -> None:
 def main(words: list[str]) -> None:
     """Run a command of `hisparse-pd` with the faults that the environment asks for."""
     faults = Faults.of_this_process()
+    if faults.idle_close_s is not None:
+        connections.IDLE_CLOSE_S = faults.idle_close_s
     if faults.watch_s is not None:
         decode_nodes._WATCHED_FOR_S = faults.watch_s
     UnreliableControl(faults).install()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from decode_node.prefill_nodes import SILENCE_S
 from prefill_node.lease import LEASE_S
 from tests.e2e.asking import Job, assert_exact, complete, random_prompts
 from tests.e2e.chaos_audit import Audit, read_journal
@@ -222,6 +223,50 @@ def test_a_torn_transfer_is_never_served_and_its_nodes_are_used_again(
 
     surroundings.assert_serves(PROMPT, OTHER)
     assert surroundings.decode.metric("prefill_retries_total") == 2
+    surroundings.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("transport", TCP_FIRST)
+def test_after_idleness_a_request_is_served_as_at_first(surroundings: Surroundings, transport: str) -> None:
+    """sglang 9266: requests failed after hours of idleness. Here, connections are closed after a moment of it."""
+    surroundings.faults = replace(surroundings.faults, idle_close_s=0.1)
+    surroundings.start(transport)
+    seconds = []
+    # Longer than anybody takes for silence, or for the end of a thread or a connection that nobody needs.
+    for idle in (0.0, SILENCE_S + 1):
+        time.sleep(idle)
+        started = time.monotonic()
+        surroundings.assert_serves(SHORT)
+        seconds.append(time.monotonic() - started)
+    assert seconds[1] < seconds[0] + 1, "no time-out had to pass first"
+    assert surroundings.decode.metric("prefill_retries_total") == 0
+    surroundings.assert_nothing_is_left()
+
+
+def test_another_serves_a_request_whose_decode_node_falls_silent(
+    surroundings: Surroundings,
+) -> None:
+    """The prefill node works on it for both: over TCP, its writes to the silent one take a minute to fail."""
+    surroundings.faults = replace(surroundings.faults, slow=1.0, slow_s=(0.4, 0.5))
+    surroundings.start("tcp", decode_nodes=2)
+    decodes = [node for name, node in surroundings.cluster.nodes.items() if name.startswith("decode")]
+    [prefill] = surroundings.prefill
+    surroundings.switches.chaos.touch()
+    started = time.monotonic()
+    answer = surroundings.ask(PROMPT, 16)
+    wait_until(surroundings.writes, what="a first write")
+    silent = next(node for node in decodes if node.metric("requests", state="prefilling"))
+    silent.signal(signal.SIGSTOP)
+    surroundings.switches.chaos.unlink()
+    [tokens] = answer.result()
+    assert tokens == surroundings.reference.likeliest(PROMPT, tokens)
+    assert time.monotonic() - started < 15, "the prefill node did not wait for its writes to the silent one to fail"
+
+    silent.signal(signal.SIGCONT)
+    silent.wait_unused("host_slots")
+    wait_until(lambda: silent.metric("host_slots", state="quarantined") == 0, what="the prefill node's answer")
+    wait_until(lambda: prefill.metric("prefill_pages", state="used") == 0, 20, "its pages to come back")
+    surroundings.assert_serves(*[OTHER] * 4)
     surroundings.assert_nothing_is_left()
 
 
