@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from gateway.attempt import TokenizedRequest
 from gateway.choice import TextOptions
-from gateway.formats import ChatFormat, OutputParser, ToolSet
+from gateway.formats import CallParser, ChatFormat, ToolSet
 from gateway.requests.chat import ChatCompletionRequest
 from gateway.requests.completions import CompletionRequest
 from gateway.requests.conversion import ConvertedRequest
@@ -20,7 +20,7 @@ class ChatReading:
     tools: ToolSet
     reasoning: bool
 
-    def parser(self, whole: bool) -> OutputParser:
+    def parser(self, whole: bool) -> CallParser:
         """A parser of one answer. whole: the answer is complete, and so are its calls, or they are text."""
         return self.format.parser(self.tools, reasoning=self.reasoning, whole_calls=whole)
 

@@ -7,7 +7,7 @@ from gateway.answers.answer import Answer
 from gateway.answers.kept import KeptAnswer
 from gateway.answers.streamed import Json
 from gateway.choice import Delta
-from gateway.formats import CallArguments, CallBegin, CallEnd, ContentDelta, Event, OutputParser, ReasoningDelta
+from gateway.formats import CallArguments, CallBegin, CallEnd, CallParser, ContentDelta, Event, ReasoningDelta
 from gateway.held_answers import AnswerBytes
 from gateway.prepared import Prepared
 from gateway.requests.chat import ChatCompletionRequest
@@ -26,7 +26,7 @@ class ChatAnswer(Answer):
         assert prepared.reading is not None
         self._reading = prepared.reading
         self._with_logprobs = bool(prepared.request.logprobs)
-        self._parsers: dict[int, OutputParser] = {}
+        self._parsers: dict[int, CallParser] = {}
         """By choice."""
         self._called: set[int] = set()
         """Choices with a complete call."""

@@ -1,17 +1,14 @@
 """Chat formats, one module per family of models. No HTTP here: plain conversations in, prompts and events out."""
 
-from gateway.formats.families import CALL_PARSERS, choose_format
-from gateway.formats.protocol import (
+from gateway.formats.conversation import FormatError, Message, Prompt
+from gateway.formats.families import CALL_PARSERS, ChatFormat, choose_format
+from gateway.formats.parsing import (
     CallArguments,
     CallBegin,
     CallEnd,
-    ChatFormat,
+    CallParser,
     ContentDelta,
     Event,
-    FormatError,
-    Message,
-    OutputParser,
-    Prompt,
     ReasoningDelta,
 )
 from gateway.formats.tools import Tool, ToolSet
@@ -21,12 +18,12 @@ __all__ = [
     "CallArguments",
     "CallBegin",
     "CallEnd",
+    "CallParser",
     "ChatFormat",
     "ContentDelta",
     "Event",
     "FormatError",
     "Message",
-    "OutputParser",
     "Prompt",
     "ReasoningDelta",
     "Tool",

@@ -22,9 +22,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gateway.formats import dsml
-from gateway.formats.conversation import arguments_of, asks_for_thinking, content_of, to_json
+from gateway.formats.conversation import (
+    FormatError,
+    Message,
+    Prompt,
+    arguments_of,
+    asks_for_thinking,
+    content_of,
+    to_json,
+)
 from gateway.formats.dsml import MARK
-from gateway.formats.protocol import FormatError, Message, Prompt
 from gateway.formats.tools import Tool
 
 BEGIN = "<｜begin▁of▁sentence｜>"
@@ -74,7 +81,7 @@ Here are the functions available in JSONSchema format:
 
 
 def render(
-    messages: Sequence[Message], tools: Sequence[Tool], *, thinking: bool | None, variables: Mapping[str, Any]
+    messages: Sequence[Message], tools: Sequence[Tool], thinking: bool | None, variables: Mapping[str, Any]
 ) -> Prompt:
     """The prompt. The model reasons only if it is asked to, as in DeepSeek's API. Raises FormatError.
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from control.grammar import MAX_LARK
-from gateway.formats.protocol import FormatError
+from gateway.formats.conversation import FormatError
 
 _DEFINITIONS = ("$defs", "definitions")
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -44,7 +44,7 @@ class HermesParser(CallParser):
         self._end(name)
 
 
-def grammar(tools: ToolSet, *, parallel: bool, marker_ids: Mapping[str, int]) -> str:
+def grammar(tools: ToolSet, parallel: bool, marker_ids: Mapping[str, int]) -> str:
     """A grammar of an answer that is nothing but calls of these tools."""
     rules = CallGrammar(marker_ids)
     calls = []

@@ -4,12 +4,56 @@ import json
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
 
 from gateway.formats.json_prefix import JsonPrefix
-from gateway.formats.protocol import CallArguments, CallBegin, CallEnd, ContentDelta, Event, ReasoningDelta
 from gateway.formats.reading import Malformed, PieceReader, Steps, overlap
 from gateway.formats.tools import ToolSet
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More text of the reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """More text of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """A tool call whose name is one of the request's tools. index: 0, 1, ... within the answer."""
+
+    index: int
+    call_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of the JSON text of a call's arguments. The first piece begins with "{"."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """The call is complete: its arguments, put together, are one JSON object.
+
+    A call without this event was cut off or broke: its arguments are no JSON, because their end is missing.
+    """
+
+    index: int
+
+
+Event: TypeAlias = ReasoningDelta | ContentDelta | CallBegin | CallArguments | CallEnd
 
 
 class CallParser(PieceReader, ABC):
@@ -41,7 +85,11 @@ class CallParser(PieceReader, ABC):
         whole_calls: bool = False,
         new_id: Callable[[], str] | None = None,
     ) -> None:
-        """end_of_reasoning: None if the answer does not begin in reasoning."""
+        """end_of_reasoning: None if the answer does not begin in reasoning.
+
+        whole_calls: give a call only when it is complete, as is right for answers that do not stream. A call that
+        breaks or is cut off is text then. new_id: names the calls; by default "call_" and random digits.
+        """
         super().__init__()
         self._tools = tools
         self._whole_calls = whole_calls
@@ -56,6 +104,7 @@ class CallParser(PieceReader, ABC):
         """Whether a call has begun, in `_events` or in `_waiting`."""
         self._keys: set[str] = set()
         self.only_content = False
+        """Whatever is pushed from now on is content and comes back as it is, so it need not be pushed."""
         self._steps = self._answer(end_of_reasoning)
         next(self._steps)
 

@@ -16,10 +16,10 @@ from gateway.formats import (
     CallArguments,
     CallBegin,
     CallEnd,
+    CallParser,
     ChatFormat,
     ContentDelta,
     Event,
-    OutputParser,
     ReasoningDelta,
     ToolSet,
     choose_format,
@@ -167,7 +167,7 @@ def parsing_format(family: str) -> ChatFormat:
     return found
 
 
-def parser_of(family: str, *, reasoning: bool, whole_calls: bool = False) -> OutputParser:
+def parser_of(family: str, *, reasoning: bool, whole_calls: bool = False) -> CallParser:
     return parsing_format(family).parser(
         ToolSet(TOOLS), reasoning=reasoning, whole_calls=whole_calls, new_id=numbered_ids()
     )
@@ -178,7 +178,7 @@ def numbered_ids() -> Callable[[], str]:
     return lambda: f"call_{next(numbers)}"
 
 
-def parse(parser: OutputParser, pieces: list[str]) -> list[Event]:
+def parse(parser: CallParser, pieces: list[str]) -> list[Event]:
     """All events, those of one kind that follow each other put together."""
     events = [event for piece in pieces for event in parser.push(piece)]
     return list(joined([*events, *parser.finish()]))
