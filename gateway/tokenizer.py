@@ -11,9 +11,8 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from base.errors import StartupError
-from gateway.detokenizer import ByteDetokenizer, WindowDetokenizer
+from gateway.detokenizer import ByteDetokenizer, TokenBytes, WindowDetokenizer
 from gateway.errors import ApiError
-from gateway.token_bytes import TokenBytes
 from model.checkpoint import read_json
 from service.checkpoint import identify, positive_int, stop_token_ids
 

@@ -300,7 +300,7 @@ class RunningGateway:
     @property
     def serving(self) -> int:
         """HTTP requests that are being served."""
-        return self.gateway._guard.serving
+        return self.gateway._admission.serving
 
     def drain(self) -> None:
         self._loop.call_soon_threadsafe(self.gateway.signalled, signal.SIGTERM)

@@ -12,8 +12,7 @@ import numpy.typing as npt
 from base.block_hashes import BLOCK_TOKENS, BlockHashes, block_hashes
 from control.cache_reports import CacheReports
 from control.messages import CacheUpdate
-from gateway.prefix_index import PrefixIndex
-from gateway.prefix_routing import ranked
+from gateway.prefix_routing import PrefixIndex, ranked
 from kvcache.block_cache import BlockCache
 
 VOCAB = 32_000

@@ -6,8 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from control.messages import FinishReason, Generate, Output, Peer, Token
-from gateway.attempt import Attempt, Shortcut, TokenizedRequest
-from gateway.choice import Delta
+from gateway.attempt import Attempt, Delta, DeltaSink, TokenizedRequest
 from tests.gateway.fakes import held_answers
 
 REQUEST = TokenizedRequest(
@@ -25,7 +24,7 @@ def read(output: Output) -> Delta:
 
 
 def attempt_with(take: Callable[[Delta], bool] | None = None) -> Attempt:
-    return Attempt(REQUEST, NODE, 0.0, read, held_answers().account(), Shortcut(take))
+    return Attempt(REQUEST, NODE, 0.0, read, held_answers().account(), DeltaSink(take))
 
 
 def say(attempt: Attempt, *ids: int, ends: FinishReason | None = None) -> None:

@@ -8,8 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from gateway.detokenizer import ByteDetokenizer, StopMatcher, WindowDetokenizer
-from gateway.token_bytes import TokenBytes
+from gateway.detokenizer import ByteDetokenizer, StopMatcher, TokenBytes, WindowDetokenizer
 from tests.gateway.fakes import byte_tokenizer
 
 BYTES = byte_tokenizer()

@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from base.block_hashes import BlockHashes, block_hashes
 from control.messages import CacheUpdate
-from gateway.prefix_index import PrefixIndex
+from gateway.prefix_routing import PrefixIndex
 
 NOTHING: BlockHashes = np.empty(0, dtype=np.uint64)
 

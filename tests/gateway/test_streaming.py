@@ -5,8 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from gateway.answers.streamed import Json, StreamedAnswer
-from gateway.attempt import Attempt, Shortcut
-from gateway.choice import Delta
+from gateway.attempt import Attempt, Delta, DeltaSink
 from gateway.streaming import EventStream
 from tests.gateway.fakes import held_answers
 from tests.gateway.test_attempt import NODE, REQUEST, read, run, say
@@ -27,7 +26,7 @@ class TextAnswer(StreamedAnswer):
     def begin(self) -> list[Json]:
         return []
 
-    def more(self, index: int, delta: Delta) -> list[Json]:
+    def delta_events(self, index: int, delta: Delta) -> list[Json]:
         return [{"text": delta.text}]
 
     def end(self) -> list[Json]:
@@ -79,11 +78,11 @@ async def settle() -> None:
 
 def test_events_come_once_and_in_order_whatever_the_client_does() -> None:
     async def test() -> None:
-        shortcut, chunks, sent = Shortcut(), Chunks(), []
-        attempt = Attempt(REQUEST, NODE, 0.0, read, held_answers().account(), shortcut)
+        sink, chunks, sent = DeltaSink(), Chunks(), []
+        attempt = Attempt(REQUEST, NODE, 0.0, read, held_answers().account(), sink)
         say(attempt, 10)
         deltas = deltas_of(attempt)
-        stream = EventStream(TextAnswer(), "r", await anext(deltas), deltas, shortcut)
+        stream = EventStream(TextAnswer(), "r", await anext(deltas), deltas, sink)
 
         async def send(message: Any) -> None:
             sent.append(message["type"])

@@ -1,6 +1,6 @@
 """What tokens are made of, in the two ways in which vocabularies spell bytes."""
 
-from gateway.token_bytes import TokenBytes
+from gateway.detokenizer import TokenBytes
 from tests.gateway.fakes import EOS, byte_tokenizer
 from tests.gateway.test_detokenizer import chunky_tokenizer, sentencepiece_like_tokenizer
 
