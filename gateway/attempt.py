@@ -16,7 +16,7 @@ from base.block_hashes import BlockHashes
 from control.messages import FurtherChoice, Generate, Output, Peer, Token
 from control.prompt_logprobs import PromptLogprobs, PromptLogprobTable
 from gateway.errors import ApiError
-from gateway.held_answers import AnswerBytes
+from gateway.held_answers import HeldBytes
 
 log = structlog.get_logger(__name__)
 
@@ -162,7 +162,7 @@ class Attempt:
     node: Peer
     started: float
     read: Callable[[Output], Delta]
-    held: AnswerBytes
+    held: HeldBytes
     sink: DeltaSink
     received: int = 0
     """Tokens that have arrived, none missing before the last."""

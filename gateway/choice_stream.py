@@ -15,7 +15,7 @@ from gateway.attempt import Delta, DeltaSink
 from gateway.decode_client import DecodeClient
 from gateway.detokenizer import ChoiceText
 from gateway.errors import ApiError
-from gateway.held_answers import AnswerBytes
+from gateway.held_answers import HeldBytes
 from gateway.preparer import PreparedRequest
 from gateway.tokenizer import CheckpointTokenizer
 
@@ -73,7 +73,7 @@ class ChoiceStream:
         """Why it ended. Nobody sets it when the client cancels."""
 
     async def deltas(
-        self, client: DecodeClient, held: AnswerBytes, sink: DeltaSink
+        self, client: DecodeClient, held: HeldBytes, sink: DeltaSink
     ) -> AsyncGenerator[Sequence[Delta], None]:
         """Its deltas, as many as are there, but for those that the sink takes. held: counts those that wait here.
 
@@ -144,7 +144,7 @@ def choice_streams(
     tokenizer: CheckpointTokenizer,
     metrics: Metrics,
     client: DecodeClient,
-    held: AnswerBytes,
+    held: HeldBytes,
     sink: DeltaSink | None,
 ) -> AsyncGenerator[tuple[int, Sequence[Delta]], None]:
     """The deltas of all answers, with the number of the answer. Raises ApiError. Closing it early cancels the request.

@@ -14,7 +14,7 @@ from gateway.choice_stream import choice_streams
 from gateway.config import GatewayConfig
 from gateway.decode_client import DecodeClient
 from gateway.errors import ApiError, timed_out
-from gateway.held_answers import AnswerBytes
+from gateway.held_answers import HeldBytes
 from gateway.preparer import ApiRequest, Arrival, GenerationBody, PreparedRequest, Preparer
 from gateway.registry import Capacity, NodeRegistry
 from gateway.requests.body import RequestBody, parse
@@ -122,7 +122,7 @@ class Completer:
             )
             raise ApiError(403, message, param="priority", code="priority_not_allowed")
 
-    async def whole(self, prepared: PreparedRequest, answer: StreamedAnswer, held: AnswerBytes) -> bytes:
+    async def whole(self, prepared: PreparedRequest, answer: StreamedAnswer, held: HeldBytes) -> bytes:
         """The complete answers as JSON. Raises ApiError; then no other answer goes on."""
         per_token = 1 + (prepared.tokenized[0].generate.sampling.top_logprobs or 0)
         work = 0
@@ -144,7 +144,7 @@ class Completer:
         return body
 
     def deltas(
-        self, prepared: PreparedRequest, held: AnswerBytes, sink: DeltaSink | None = None
+        self, prepared: PreparedRequest, held: HeldBytes, sink: DeltaSink | None = None
     ) -> AsyncGenerator[tuple[int, Sequence[Delta]], None]:
         """As `choice_streams`."""
         return choice_streams(prepared, self.tokenizer, self._metrics, self._client, held, sink)

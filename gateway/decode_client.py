@@ -26,7 +26,7 @@ from gateway.attempt import (
     TokenizedRequest,
 )
 from gateway.errors import ApiError, context_length_exceeded, timed_out, unavailable
-from gateway.held_answers import AnswerBytes
+from gateway.held_answers import HeldBytes
 from gateway.registry import SILENT_AFTER_S, NodeRegistry
 
 log = structlog.get_logger(__name__)
@@ -66,7 +66,7 @@ class DecodeClient:
         return len(self._attempts)
 
     async def stream(
-        self, request: TokenizedRequest, read: Callable[[Output], Delta], held: AnswerBytes, sink: DeltaSink
+        self, request: TokenizedRequest, read: Callable[[Output], Delta], held: HeldBytes, sink: DeltaSink
     ) -> AsyncGenerator[Sequence[Delta], None]:
         """What `read` makes of the outputs of a request, as much as is there, but for what the sink takes.
 
@@ -177,7 +177,7 @@ class DecodeClient:
         request: TokenizedRequest,
         failures: Mapping[str, NodeFailed],
         read: Callable[[Output], Delta],
-        held: AnswerBytes,
+        held: HeldBytes,
         sink: DeltaSink,
     ) -> Attempt:
         """Begin an attempt. Its node is asked once all choices that begin together are known.

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.answers.streamed import StreamedAnswer
 from gateway.attempt import Delta, DeltaSink
 from gateway.errors import ApiError
-from gateway.held_answers import AnswerBytes
+from gateway.held_answers import HeldBytes
 from service.chunks import LARGE_BYTES, ChunkWriter
 
 log = structlog.get_logger(__name__)
@@ -82,7 +82,7 @@ class WholeAnswer(Response):
 
     media_type = "application/json"
 
-    def __init__(self, body: bytes, request_id: str, held: AnswerBytes) -> None:
+    def __init__(self, body: bytes, request_id: str, held: HeldBytes) -> None:
         super().__init__(body)
         self._request_id = request_id
         self._held = held

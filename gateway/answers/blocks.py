@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 from gateway.answers.streamed import CHARACTER_BYTES, StreamedAnswer
 from gateway.attempt import Delta
 from gateway.formats import CallArguments, CallBegin, CallEnd, ContentDelta, Event, ReasoningDelta
-from gateway.held_answers import AnswerBytes
+from gateway.held_answers import HeldBytes
 from gateway.preparer import ChatReading, PreparedRequest
 from gateway.tokenizer import CheckpointTokenizer
 
@@ -149,9 +149,7 @@ class BlockAnswer(StreamedAnswer, ABC):
 
     named = True
 
-    def __init__(
-        self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: AnswerBytes
-    ) -> None:
+    def __init__(self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: HeldBytes) -> None:
         assert prepared.reading is not None
         self._prepared = prepared
         self._model = model

@@ -11,7 +11,7 @@ from gateway.answers.openai import Choice, Head, KeptAnswer, OpenAIAnswer, Promp
 from gateway.answers.streamed import Column, Json
 from gateway.attempt import Delta, EndReason
 from gateway.formats import CallArguments, CallBegin, CallEnd, CallParser, ContentDelta, Event, ReasoningDelta
-from gateway.held_answers import AnswerBytes
+from gateway.held_answers import HeldBytes
 from gateway.preparer import PreparedRequest
 from gateway.requests.chat import ChatCompletionRequest
 from gateway.tokenizer import CheckpointTokenizer
@@ -85,9 +85,7 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
 
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(
-        self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: AnswerBytes
-    ) -> None:
+    def __init__(self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: HeldBytes) -> None:
         super().__init__(prepared, model, tokenizer, held)
         assert isinstance(prepared.request, ChatCompletionRequest)
         assert prepared.reading is not None
@@ -113,9 +111,9 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
             whole["prompt_logprobs"] = self._by_position(0, self._prompt_logprobs)
         return whole
 
-    def opening(self, index: int) -> Json:
-        delta = {"role": "assistant", "content": ""}
-        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+    def begin(self) -> list[Json]:
+        head = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [self._chunk([{"index": index, **head}]) for index in range(self._count)]
 
     def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
         logprobs = self._logprobs(self._chosen(delta.tokens)) if self._with_logprobs else None

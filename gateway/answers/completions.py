@@ -11,7 +11,7 @@ from gateway.answers.openai import Choice, Head, KeptAnswer, OpenAIAnswer, Promp
 from gateway.answers.streamed import Column, Json
 from gateway.attempt import Delta
 from gateway.errors import ApiError
-from gateway.held_answers import AnswerBytes
+from gateway.held_answers import HeldBytes
 from gateway.preparer import PreparedRequest
 from gateway.requests.completions import CompletionRequest
 from gateway.tokenizer import CheckpointTokenizer
@@ -52,9 +52,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
 
     chunk_kind = "text_completion"
 
-    def __init__(
-        self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: AnswerBytes
-    ) -> None:
+    def __init__(self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: HeldBytes) -> None:
         super().__init__(prepared, model, tokenizer, held)
         request = prepared.request
         assert isinstance(request, CompletionRequest)

@@ -10,7 +10,7 @@ from gateway.answers.blocks import Block, BlockAnswer, Change, Closed, Grew, Ope
 from gateway.answers.streamed import Json
 from gateway.attempt import Delta
 from gateway.errors import ApiError
-from gateway.held_answers import AnswerBytes
+from gateway.held_answers import HeldBytes
 from gateway.preparer import PreparedRequest
 from gateway.requests.messages import MessagesRequest
 from gateway.tokenizer import CheckpointTokenizer
@@ -76,9 +76,7 @@ class Message(Ending):
 class MessageAnswer(BlockAnswer):
     """Blocks of thinking, text and calls."""
 
-    def __init__(
-        self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: AnswerBytes
-    ) -> None:
+    def __init__(self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: HeldBytes) -> None:
         super().__init__(prepared, model, tokenizer, held)
         assert isinstance(prepared.body, MessagesRequest)
         self._stops = prepared.body.stop_sequences or ()

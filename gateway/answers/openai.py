@@ -16,7 +16,7 @@ from control.prompt_logprobs import PromptLogprobTable
 from gateway.answers.streamed import CHARACTER_BYTES, Column, Json, StreamedAnswer
 from gateway.attempt import Delta, EndReason
 from gateway.errors import ApiError
-from gateway.held_answers import AnswerBytes
+from gateway.held_answers import HeldBytes
 from gateway.preparer import PreparedRequest
 from gateway.tokenizer import CheckpointTokenizer
 
@@ -130,9 +130,7 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
     _with_logprobs: bool
     """Whether those of its tokens were asked for."""
 
-    def __init__(
-        self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: AnswerBytes
-    ) -> None:
+    def __init__(self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: HeldBytes) -> None:
         request = prepared.request
         self._held = held
         self._kept: dict[int, KeptAnswer] = {}
@@ -164,7 +162,7 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
         self._held.take(self._kept[index].add(delta, columns))
 
     def begin(self) -> list[Json]:
-        return [opening for index in range(self._count) if (opening := self.opening(index))]
+        return []
 
     def delta_events(self, index: int, delta: Delta) -> list[Json]:
         self._completion_tokens += len(delta.tokens)
@@ -189,10 +187,6 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
 
     def failed(self, error: ApiError) -> list[Json]:
         return [error.body()]
-
-    def opening(self, index: int) -> Json | None:
-        """The chunk of an answer before any text, if the format has one."""
-        return None
 
     def _chunk(self, choices: Sequence[Json]) -> Json:
         chunk = {**self._head, "object": self.chunk_kind, "choices": choices}

@@ -12,7 +12,7 @@ from gateway.answers.chat import ChosenLogprob, chosen_logprob
 from gateway.answers.streamed import CHARACTER_BYTES, Column, Json
 from gateway.attempt import Delta
 from gateway.errors import ApiError
-from gateway.held_answers import AnswerBytes
+from gateway.held_answers import HeldBytes
 from gateway.preparer import PreparedRequest
 from gateway.requests.responses import ResponsesRequest
 from gateway.tokenizer import CheckpointTokenizer
@@ -32,13 +32,18 @@ class OutputText(TypedDict):
     logprobs: Column[ChosenLogprob]
 
 
-class OutputMessage(TypedDict):
-    """The answer."""
+class ItemHead(TypedDict):
+    """What items have in common."""
 
     id: str
+    status: Status
+
+
+class OutputMessage(ItemHead):
+    """The answer."""
+
     type: Literal["message"]
     role: Literal["assistant"]
-    status: Status
     content: list[OutputText]
 
 
@@ -49,23 +54,19 @@ class ReasoningPart(TypedDict):
     text: str
 
 
-class OutputReasoning(TypedDict):
+class OutputReasoning(ItemHead):
     """What the model thought before it answered."""
 
-    id: str
     type: Literal["reasoning"]
-    status: Status
     summary: Nothing
     content: list[ReasoningPart]
     encrypted_content: None
 
 
-class OutputCall(TypedDict):
+class OutputCall(ItemHead):
     """A call of a tool. arguments: JSON text."""
 
-    id: str
     type: Literal["function_call"]
-    status: Status
     call_id: str
     name: str
     arguments: str
@@ -155,9 +156,7 @@ class Response(TypedDict):
 class ResponseAnswer(BlockAnswer):
     """Items of reasoning, text and calls."""
 
-    def __init__(
-        self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: AnswerBytes
-    ) -> None:
+    def __init__(self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: HeldBytes) -> None:
         assert isinstance(prepared.body, ResponsesRequest)
         self._source = prepared.body
         self._created = int(time.time())
@@ -178,10 +177,7 @@ class ResponseAnswer(BlockAnswer):
 
     def begin(self) -> list[Json]:
         response = self._response("in_progress", [])
-        return [
-            self._event("response.created", response=response),
-            self._event("response.in_progress", response=response),
-        ]
+        return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
     def delta_events(self, index: int, delta: Delta) -> list[Json]:
         self._count(CHARACTER_BYTES * len(delta.text))
@@ -265,36 +261,32 @@ class ResponseAnswer(BlockAnswer):
     def _item(self, block: Block, begins: bool = False) -> Item:
         """begins: the item before anything of it. The block may have grown since."""
         status: Status = "in_progress" if begins else "completed" if block.complete else "incomplete"
-        item_id = self._ids[block.number]
+        head: ItemHead = {"id": self._ids[block.number], "status": status}
         match block.kind:
             case "call":
-                return {
-                    "id": item_id,
-                    "status": status,
+                arguments = "" if begins else block.text
+                call: OutputCall = {
+                    **head,
                     "type": "function_call",
                     "call_id": block.call_id,
                     "name": block.name,
-                    "arguments": "" if begins else block.text,
+                    "arguments": arguments,
                 }
+                return call
             case "text":
-                text = _output_text(block.text, self._logprobs[block.number])
-                return {
-                    "id": item_id,
-                    "status": status,
-                    "type": "message",
-                    "role": "assistant",
-                    "content": [] if begins else [text],
-                }
+                texts = [] if begins else [_output_text(block.text, self._logprobs[block.number])]
+                message: OutputMessage = {**head, "type": "message", "role": "assistant", "content": texts}
+                return message
             case "reasoning":
-                reasoning: ReasoningPart = {"type": "reasoning_text", "text": block.text}
-                return {
-                    "id": item_id,
-                    "status": status,
+                parts: list[ReasoningPart] = [] if begins else [{"type": "reasoning_text", "text": block.text}]
+                reasoning: OutputReasoning = {
+                    **head,
                     "type": "reasoning",
                     "summary": [],
-                    "content": [] if begins else [reasoning],
+                    "content": parts,
                     "encrypted_content": None,
                 }
+                return reasoning
 
     def _part(self, block: Block, logprobs: Column[ChosenLogprob], text: str) -> OutputText | ReasoningPart:
         return {"type": "reasoning_text", "text": text} if block.kind == "reasoning" else _output_text(text, logprobs)

@@ -17,7 +17,7 @@ from pydantic_core import CoreSchema
 
 from gateway.attempt import Delta
 from gateway.errors import ApiError
-from gateway.held_answers import AnswerBytes
+from gateway.held_answers import HeldBytes
 from gateway.preparer import PreparedRequest
 from gateway.tokenizer import CheckpointTokenizer
 
@@ -83,9 +83,7 @@ class StreamedAnswer(ABC):
     """What a stream repeats later on, perhaps in one event."""
 
     @abstractmethod
-    def __init__(
-        self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: AnswerBytes
-    ) -> None:
+    def __init__(self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: HeldBytes) -> None:
         """held: counts what is kept of the answers."""
 
     @abstractmethod

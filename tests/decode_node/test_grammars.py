@@ -11,7 +11,7 @@ from control.messages import Sampling
 from engine.grammar.vocabulary import Vocabulary
 from tests.decode_node.fakes import GATEWAY
 from tests.decode_node.scheduler_harness import HOT, VOCAB, Harness, counted
-from tests.gateway.fakes import EOS, byte_tokenizer
+from tests.gateway.world import EOS, byte_tokenizer
 
 WORDS = Grammar(root=TextChoice(options=("abc", "xyz")))
 

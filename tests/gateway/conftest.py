@@ -1,6 +1,7 @@
 """A gateway in this process with one prefill and one decode node, reached over real sockets."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -9,8 +10,18 @@ import pytest
 
 from gateway.config import GatewayConfig
 from service import watched
-from tests.gateway.fakes import MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until, write_checkpoint
-from tests.gateway.scripted import Service, deepseek_service, glm_service
+from tests.gateway.world import (
+    CONTEXT,
+    MODEL,
+    FakeDecodeNode,
+    FakeNode,
+    RunningGateway,
+    World,
+    deepseek_service,
+    glm_service,
+    wait_until,
+    write_checkpoint,
+)
 
 
 @pytest.fixture(scope="session")
@@ -19,14 +30,35 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def world(checkpoint: Path) -> Iterator[World]:
+    """One for all tests of a file: none of them may leave anything behind."""
+    world = World(checkpoint, CONTEXT)
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def start_world(checkpoint: Path) -> Iterator[Callable[..., World]]:
+    """Starts worlds with flags of the gateway."""
+    with ExitStack() as worlds:
+
+        def start(**flags: object) -> World:
+            world = World(checkpoint, CONTEXT, **flags)
+            worlds.callback(world.close)
+            return world
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     service = deepseek_service(tmp_path_factory.mktemp("deepseek"))
     yield service
     service.close()
 
 
 @pytest.fixture(scope="module")
-def glm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     service = glm_service(tmp_path_factory.mktemp("glm"))
     yield service
     service.close()

@@ -20,7 +20,7 @@ from gateway.config import GatewayConfig
 from gateway.errors import ApiError
 from gateway.keys import ApiKeys
 from gateway.process import Gateway
-from tests.gateway.fakes import MODEL, FakeDecodeNode, RunningGateway, held_answers, wait_until
+from tests.gateway.world import MODEL, FakeDecodeNode, RunningGateway, held_answers, wait_until
 from tests.service.raw_http import RawClient
 
 Start = Callable[..., RunningGateway]
@@ -211,7 +211,7 @@ def test_the_default_limit_of_a_body_is_1_mib_for_a_small_context(gateway: Runni
 
 @pytest.mark.parametrize("declared", [True, False])
 @pytest.mark.parametrize("gateway", [{"max_body_mib": 1, "max_total_body_mib": 1}], indirect=True)
-def test_bodies_that_are_too_much_together_are_refused_until_others_have_gone(
+def test_bodies_too_large_together_are_refused_until_others_have_gone(
     gateway: RunningGateway, decode: FakeDecodeNode, declared: bool
 ) -> None:
     decode.hold_after = 2

@@ -18,8 +18,8 @@ from gateway.formats import ToolSet
 from gateway.preparer import ApiRequest, ChatReading, PreparedRequest
 from gateway.requests.chat import ChatCompletionRequest
 from gateway.requests.completions import CompletionRequest
-from tests.gateway.fakes import held_answers
 from tests.gateway.formats.examples import TOOLS, parsing_format
+from tests.gateway.world import held_answers
 
 PIECES = [
     "Hel",

@@ -17,7 +17,7 @@ from gateway import preparer
 from gateway.answers import completions
 from gateway.prefix_routing import PrefixIndex
 from gateway.preparer import MAX_SETTINGS_BYTES
-from tests.gateway.fakes import FakeDecodeNode, RunningGateway, wait_until
+from tests.gateway.world import FakeDecodeNode, RunningGateway, wait_until
 
 LARGE_SCHEMA = {"type": "object", "description": "x" * 600_000}
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from cli.serve import free_port
-from tests.gateway.fakes import wait_until
+from tests.gateway.world import wait_until
 
 SECRET = "sk-secret-0123456789abcdef"
 ROOT = Path(__file__).parents[2]

@@ -171,7 +171,7 @@ def test_reasoning_may_stay_in_the_content() -> None:
     ]
 
 
-def test_a_checkpoint_without_a_template_has_a_format_only_if_it_is_deepseeks() -> None:
+def test_only_deepseek_has_a_format_without_a_template() -> None:
     assert choose_format("glm_moe_dsa", template=None) is None
     chosen = choose_format("deepseek_v32", template=None)
     assert chosen is not None
