@@ -15,7 +15,10 @@ from gateway.attempt import TokenizedRequest
 from gateway.config import GatewayConfig
 from gateway.detokenizer import TextOptions
 from gateway.errors import ApiError, shown
-from gateway.formats import CallParser, ChatFormat, FormatError, ToolSet, choose_format
+from gateway.formats.conversation import FormatError
+from gateway.formats.families import ChatFormat, choose_format
+from gateway.formats.parsing import CallParser
+from gateway.formats.tools import ToolSet
 from gateway.registry import Capacity
 from gateway.requests.chat import ChatCompletionRequest
 from gateway.requests.completions import CompletionRequest, Prompt

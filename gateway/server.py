@@ -1,6 +1,7 @@
 """The HTTP routes of OpenAI's, Anthropic's and vLLM's APIs, and error responses."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from functools import partial
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -10,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from gateway.admission import RequestBytes
 from gateway.attempt import DeltaSink
 from gateway.completer import Completer
-from gateway.endpoints import ENDPOINTS, Computes, Endpoint, Generates, Reads
+from gateway.endpoints import ENDPOINTS, Computes, Generates, Reads
 from gateway.errors import ApiError
 from gateway.openapi import document
 from gateway.streaming import CLIENT_LEFT, EventStream, WholeAnswer, unless_client_leaves
@@ -30,41 +31,30 @@ class ApiServer:
             app.add_exception_handler(error, _error_response)
         app.add_api_route("/openapi.json", self._openapi, methods=["GET"])
         for endpoint in ENDPOINTS:
-            if (handler := self._handler(endpoint)) is not None:
-                method = "GET" if isinstance(endpoint, Reads) else "POST"
-                app.add_api_route(endpoint.path.replace("}", ":path}"), handler, methods=[method])
+            path = endpoint.path.replace("}", ":path}")
+            match endpoint:
+                case Reads():
+                    app.add_api_route(path, partial(self._read, endpoint), methods=["GET"])
+                case Computes():
+                    app.add_api_route(path, partial(self._compute, endpoint), methods=["POST"])
+                case Generates():
+                    app.add_api_route(path, partial(self._answer, endpoint), methods=["POST"])
         return app
 
     async def _openapi(self, request: Request) -> Response:
         return JSONResponse(self._document)
 
-    def _handler(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]] | None:
-        """What answers an endpoint; None if that is the status page."""
-        completer = self._completer
+    async def _read(self, endpoint: Reads, http: Request) -> Response:
+        return JSONResponse(endpoint.render(self._completer, **http.path_params))
 
-        async def read(http: Request) -> Response:
-            assert isinstance(endpoint, Reads)
-            return JSONResponse(endpoint.render(completer, **http.path_params))
+    async def _compute(self, endpoint: Computes, http: Request) -> Response:
+        completer, render = self._completer, endpoint.render
+        body = await http.body()
+        return JSONResponse(await completer.read(body, endpoint.body, lambda parsed: render(parsed, completer)))
 
-        async def compute(http: Request) -> Response:
-            assert isinstance(endpoint, Computes)
-            render = endpoint.render
-            answer = await completer.read(await http.body(), endpoint.body, lambda body: render(body, completer))
-            return JSONResponse(answer)
-
-        async def generate(http: Request) -> Response:
-            assert isinstance(endpoint, Generates)
-            work = self._generate(endpoint, await http.body(), http.scope["counted"], http.scope["client_key"])
-            return await unless_client_leaves(http, work)
-
-        match endpoint:
-            case Reads():
-                return read
-            case Computes():
-                return compute
-            case Generates():
-                return generate
-        return None
+    async def _answer(self, endpoint: Generates, http: Request) -> Response:
+        work = self._generate(endpoint, await http.body(), http.scope["counted"], http.scope["client_key"])
+        return await unless_client_leaves(http, work)
 
     async def _generate(self, endpoint: Generates, body: bytes, counted: RequestBytes, client_key: bytes) -> Response:
         """The complete answer, or a stream once it has its first tokens: until then an error has an HTTP status."""

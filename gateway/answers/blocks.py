@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from gateway.answers.streamed import CHARACTER_BYTES, StreamedAnswer
 from gateway.attempt import Delta
-from gateway.formats import CallArguments, CallBegin, CallEnd, ContentDelta, Event, ReasoningDelta
+from gateway.formats.parsing import CallArguments, CallBegin, CallEnd, ContentDelta, Event, ReasoningDelta
 from gateway.held_answers import HeldBytes
 from gateway.preparer import ChatReading, PreparedRequest
 from gateway.tokenizer import CheckpointTokenizer

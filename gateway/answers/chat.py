@@ -10,7 +10,7 @@ from control.messages import Token
 from gateway.answers.openai import Choice, Head, KeptAnswer, OpenAIAnswer, PromptLogprobs, Usage
 from gateway.answers.streamed import Column, Json
 from gateway.attempt import Delta, EndReason
-from gateway.formats import CallArguments, CallBegin, CallEnd, CallParser, ContentDelta, Event, ReasoningDelta
+from gateway.formats.parsing import CallArguments, CallBegin, CallEnd, CallParser, ContentDelta, Event, ReasoningDelta
 from gateway.held_answers import HeldBytes
 from gateway.preparer import PreparedRequest
 from gateway.requests.chat import ChatCompletionRequest

@@ -112,7 +112,13 @@ class MessageAnswer(BlockAnswer):
         block = change.block
         match change:
             case Opened():
-                return [{"type": "content_block_start", "index": block.number, "content_block": self._empty(block)}]
+                return [
+                    {
+                        "type": "content_block_start",
+                        "index": block.number,
+                        "content_block": self._block(block, begins=True),
+                    }
+                ]
             case Grew():
                 delta = self._delta(block, change.text)
                 return [] if delta is None else [self._block_delta(block, delta)]
@@ -125,15 +131,6 @@ class MessageAnswer(BlockAnswer):
     def _block_delta(self, block: Block, delta: Json) -> Json:
         return {"type": "content_block_delta", "index": block.number, "delta": delta}
 
-    def _empty(self, block: Block) -> Content:
-        match block.kind:
-            case "reasoning":
-                return {"type": "thinking", "thinking": "", "signature": ""}
-            case "text":
-                return {"type": "text", "text": "", "citations": None}
-            case "call":
-                return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
-
     def _delta(self, block: Block, text: str) -> Json | None:
         match block.kind:
             case "reasoning":
@@ -143,16 +140,17 @@ class MessageAnswer(BlockAnswer):
             case "call":
                 return {"type": "input_json_delta", "partial_json": text}
 
-    def _block(self, block: Block) -> Content:
-        """A block of a whole answer, where calls are complete."""
+    def _block(self, block: Block, begins: bool = False) -> Content:
+        """begins: the block before anything of it. Otherwise it belongs to a whole answer, where calls are complete."""
         match block.kind:
             case "reasoning":
-                thinking = block.text if self._shows_thinking else ""
-                return {"type": "thinking", "thinking": thinking, "signature": _signature(block)}
+                thinking = block.text if self._shows_thinking and not begins else ""
+                return {"type": "thinking", "thinking": thinking, "signature": "" if begins else _signature(block)}
             case "text":
-                return {"type": "text", "text": block.text, "citations": None}
+                return {"type": "text", "text": "" if begins else block.text, "citations": None}
             case "call":
-                return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": json.loads(block.text)}
+                arguments = {} if begins else json.loads(block.text)
+                return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
 
     def _message(self, content: list[Content]) -> Message:
         return {

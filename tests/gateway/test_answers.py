@@ -14,7 +14,7 @@ from gateway.answers.openai import OpenAIAnswer
 from gateway.answers.streamed import Column, encode_json
 from gateway.attempt import Delta, TokenizedRequest
 from gateway.detokenizer import TextOptions
-from gateway.formats import ToolSet
+from gateway.formats.tools import ToolSet
 from gateway.preparer import ApiRequest, ChatReading, PreparedRequest
 from gateway.requests.chat import ChatCompletionRequest
 from gateway.requests.completions import CompletionRequest

@@ -10,8 +10,8 @@ import pytest
 
 from tests.gateway.world import (
     CHAT_TEMPLATE,
-    LONG_CONTEXT,
     GLM_TEMPLATE,
+    LONG_CONTEXT,
     QUESTION,
     WEATHER,
     World,

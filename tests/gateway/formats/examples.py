@@ -12,18 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.formats import (
-    CallArguments,
-    CallBegin,
-    CallEnd,
-    CallParser,
-    ChatFormat,
-    ContentDelta,
-    Event,
-    ReasoningDelta,
-    ToolSet,
-    choose_format,
-)
+from gateway.formats.families import ChatFormat, choose_format
+from gateway.formats.parsing import CallArguments, CallBegin, CallEnd, CallParser, ContentDelta, Event, ReasoningDelta
+from gateway.formats.tools import ToolSet
 
 
 def tool(name: str, properties: dict[str, Any] | None = None, required: list[str] | None = None) -> dict[str, Any]:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from gateway.formats import CALL_PARSERS, ChatFormat, ContentDelta, ToolSet, choose_format
+from gateway.formats.families import CALL_PARSERS, ChatFormat, choose_format
+from gateway.formats.parsing import ContentDelta
+from gateway.formats.tools import ToolSet
 from tests.gateway.formats.examples import TOOLS, calls_of, content_of, parse, reasoning_of, tool
 
 GLM = """[gMASK]<sop>
