@@ -145,7 +145,7 @@ class WindowDetokenizer:
             kept = self._decode(self._window[cut:])
             if kept[-1:] == self._text[-1:]:
                 break
-            # With some tokenizers a character that is cut in two changes the characters behind it.
+            # With some tokenizers a character that is cut in two changes the characters after it.
             cut -= 1
         else:
             if len(self._window) <= 2 * _WINDOW:

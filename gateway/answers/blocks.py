@@ -173,7 +173,7 @@ class BlockAnswer(StreamedAnswer, ABC):
             self._note(change)
 
     def _note(self, change: Change) -> object:
-        """Keep what a change brings beside text."""
+        """Keep what a change brings in addition to text."""
 
     def _count(self, size: int) -> None:
         """Count bytes that are kept from now on. Raises ApiError if that is too much."""

@@ -112,13 +112,8 @@ class MessageAnswer(BlockAnswer):
         block = change.block
         match change:
             case Opened():
-                return [
-                    {
-                        "type": "content_block_start",
-                        "index": block.number,
-                        "content_block": self._block(block, begins=True),
-                    }
-                ]
+                empty = self._block(block, begins=True)
+                return [{"type": "content_block_start", "index": block.number, "content_block": empty}]
             case Grew():
                 delta = self._delta(block, change.text)
                 return [] if delta is None else [self._block_delta(block, delta)]

@@ -207,7 +207,7 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
         return choices
 
     def _encode_choice(self, index: int, delta: Delta) -> bytes:
-        """As `encode_delta`. Of a chunk that has nothing beside what `_text` returns, only that is made anew."""
+        """As `encode_delta`. Of a chunk that has nothing but what `_text` returns, only that is made anew."""
         if delta.finish_reason is not None or self._with_logprobs or self._token_ids or self._usage_in_chunks:
             return super().encode_delta(index, delta)
         self._completion_tokens += len(delta.tokens)

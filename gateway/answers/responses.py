@@ -201,7 +201,7 @@ class ResponseAnswer(BlockAnswer):
         return super()._push(delta)
 
     def _note(self, change: Change) -> Column[ChosenLogprob]:
-        """Keep what a change brings beside text. Returns the log probabilities that belong to it."""
+        """Keep what a change brings in addition to text. Returns the log probabilities that belong to it."""
         block = change.block
         if isinstance(change, Opened):
             self._ids.append(_PREFIXES[block.kind] + uuid.uuid4().hex)

@@ -37,7 +37,7 @@ _LINE = "\n"
 
 
 class DsmlParser(CallParser):
-    """Reads `OPENER`, calls and `CLOSER`. Calls behind a broken one, in the same block, are content as well."""
+    """Reads `OPENER`, calls and `CLOSER`. Calls after a broken one, in the same block, are content as well."""
 
     opener = OPENER
 

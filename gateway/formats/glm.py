@@ -29,7 +29,7 @@ _WORD = re.compile(r"[^\s<]*")
 
 
 class GlmParser(CallParser):
-    """Reads one call behind each opener. White space may stand between the tags, as GLM-4.5 writes it."""
+    """Reads one call after each opener. White space may stand between the tags, as GLM-4.5 writes it."""
 
     opener = OPENER
 

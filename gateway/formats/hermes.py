@@ -23,7 +23,7 @@ _END = "}\n" + CLOSER
 
 
 class HermesParser(CallParser):
-    """Reads one call behind each opener. It is held back until it is complete: arguments may come before the name."""
+    """Reads one call after each opener. It is held back until it is complete: arguments may come before the name."""
 
     opener = OPENER
 

@@ -71,7 +71,7 @@ class CallParser(PieceReader, ABC):
     A call that breaks before it is certain is content, from its marker on. If it breaks later, its arguments stay
     without their end (no JSON, no CallEnd), and content goes on with the piece that broke: the whole argument where
     only its value was wrong. So all text is given out, as content or as the value of an argument, except for the
-    markup and the white space of what was understood. The answer is read on behind the break.
+    markup and the white space of what was understood. The answer is read on after the break.
     """
 
     opener: ClassVar[str]
@@ -144,7 +144,7 @@ class CallParser(PieceReader, ABC):
                 self._break()
 
     def _content(self) -> Steps[bool]:
-        """Give out content. Returns true behind an opener, false at the end of the answer."""
+        """Give out content. Returns true after an opener, false at the end of the answer."""
         self.only_content = not self._tools
         while True:
             end = len(self._text)
@@ -181,7 +181,7 @@ class CallParser(PieceReader, ABC):
         self._waiting.clear()
         text = "".join(self._taken)
         self._taken.clear()
-        # White space behind the last call of an answer that ends there.
+        # White space after the last call of an answer that ends there.
         if not (self._finished and self._calls and text.isspace()):
             self._give_content(text)
 
@@ -289,7 +289,7 @@ class CallParser(PieceReader, ABC):
 
 
 class TextParser(CallParser):
-    """Reasoning and content of a format whose calls are not known: everything behind the reasoning is content."""
+    """Reasoning and content of a format whose calls are not known: everything after the reasoning is content."""
 
     opener = ""
 

@@ -32,9 +32,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def world(checkpoint: Path) -> Iterator[World]:
     """One for all tests of a file: none of them may leave anything behind."""
-    world = World(checkpoint, CONTEXT)
-    yield world
-    world.close()
+    with World(checkpoint, CONTEXT) as world:
+        yield world
 
 
 @pytest.fixture
@@ -43,25 +42,21 @@ def start_world(checkpoint: Path) -> Iterator[Callable[..., World]]:
     with ExitStack() as worlds:
 
         def start(**flags: object) -> World:
-            world = World(checkpoint, CONTEXT, **flags)
-            worlds.callback(world.close)
-            return world
+            return worlds.enter_context(World(checkpoint, CONTEXT, **flags))
 
         yield start
 
 
 @pytest.fixture(scope="module")
 def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    service = deepseek_service(tmp_path_factory.mktemp("deepseek"))
-    yield service
-    service.close()
+    with deepseek_service(tmp_path_factory.mktemp("deepseek")) as service:
+        yield service
 
 
 @pytest.fixture(scope="module")
 def glm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    service = glm_service(tmp_path_factory.mktemp("glm"))
-    yield service
-    service.close()
+    with glm_service(tmp_path_factory.mktemp("glm")) as service:
+        yield service
 
 
 @pytest.fixture

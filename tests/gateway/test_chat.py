@@ -141,15 +141,12 @@ def test_a_file_may_replace_the_template(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
     checkpoint = write_checkpoint(tmp_path / "checkpoint", GLM_TEMPLATE, LONG_CONTEXT)
-    service = World(checkpoint, chat_template=template, tool_call_parser="glm47", reasoning_parser="none")
-    try:
+    with World(checkpoint, chat_template=template, tool_call_parser="glm47", reasoning_parser="none") as service:
         service.says("a</think>" + glm_call("Rome"))
         message = service.chat(QUESTION).choices[0].message
         assert service.prompt == "[How is it in Rome?]"
         assert message.content == "a</think>"
         assert len(message.tool_calls) == 1
-    finally:
-        service.close()
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
@@ -180,10 +177,7 @@ def test_bad_tools_get_a_clear_answer(deepseek: World, fields: dict[str, Any], p
 
 
 def test_a_template_that_knows_no_tools_leaves_them_out(tmp_path: Path) -> None:
-    service = World(write_checkpoint(tmp_path, CHAT_TEMPLATE, LONG_CONTEXT))
-    try:
+    with World(write_checkpoint(tmp_path, CHAT_TEMPLATE, LONG_CONTEXT)) as service:
         service.says("hello")
         assert service.chat(QUESTION).choices[0].message.content == "hello"
         assert "weather" not in service.prompt
-    finally:
-        service.close()

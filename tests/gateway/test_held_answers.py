@@ -69,9 +69,10 @@ def no_collections() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    service = World(write_checkpoint(tmp_path_factory.mktemp("checkpoint"), None, LONG_CONTEXT), max_answer_mib=64)
-    yield service
-    service.close()
+    with World(
+        write_checkpoint(tmp_path_factory.mktemp("checkpoint"), None, LONG_CONTEXT), max_answer_mib=64
+    ) as service:
+        yield service
 
 
 def ended(gateway: RunningGateway, reason: str) -> float:

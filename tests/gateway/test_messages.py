@@ -1,6 +1,5 @@
 """/v1/messages through Anthropic's client."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,8 @@ from tests.gateway.world import (
     World,
     dsml_call,
     dsml_calls,
+    events_of,
+    first_of_each_run,
     glm_call,
 )
 
@@ -34,17 +35,6 @@ def ask(service: World, *messages: dict[str, Any], **fields: Any) -> Any:
 def post(service: World, path: str = "/v1/messages", **fields: Any) -> httpx.Response:
     body = {"model": MODEL, "max_tokens": 64, "messages": [QUESTION], **fields}
     return httpx.post(f"{service.gateway.url}{path}", json=body, timeout=20)
-
-
-def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    *blocks, rest = answer.text.split("\n\n")
-    assert rest == ""
-    events = []
-    for block in blocks:
-        name, data = block.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-    return events
 
 
 def test_an_answer_is_a_message(deepseek: World) -> None:
@@ -158,7 +148,7 @@ def test_events_come_in_the_published_order(glm: World) -> None:
     glm.says("a</think>b" + glm_call("Rome"))
     events = events_of(post(glm, stream=True, tools=[TOOL], max_tokens=999))
     kinds = [event.get("delta", {}).get("type", event["type"]) for event in events]
-    assert [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind != before] == [
+    assert first_of_each_run(kinds) == [
         *("message_start", "content_block_start", "ping", "thinking_delta", "signature_delta", "content_block_stop"),
         *("content_block_start", "text_delta", "content_block_stop"),
         *("content_block_start", "input_json_delta", "content_block_stop"),

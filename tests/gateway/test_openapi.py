@@ -24,10 +24,9 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    service = glm_service(tmp_path_factory.mktemp("glm"))
-    service.says("so</think>yes" + glm_call("Rome"))
-    yield service
-    service.close()
+    with glm_service(tmp_path_factory.mktemp("glm")) as service:
+        service.says("so</think>yes" + glm_call("Rome"))
+        yield service
 
 
 def check(service: World, examples: int) -> None:

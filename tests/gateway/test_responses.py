@@ -13,6 +13,8 @@ from tests.gateway.world import (
     World,
     dsml_call,
     dsml_calls,
+    events_of,
+    first_of_each_run,
     glm_call,
 )
 
@@ -121,15 +123,9 @@ def test_the_streaming_helper_puts_the_whole_response_together(glm: World) -> No
 
 def test_events_come_in_the_published_order(glm: World) -> None:
     glm.says("a</think>b" + glm_call("Rome"))
-    lines = post(glm, stream=True, tools=[TOOL], max_output_tokens=999).text.split("\n\n")
-    assert lines.pop() == ""
-    events = []
-    for line in lines:
-        name, data = line.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
+    events = events_of(post(glm, stream=True, tools=[TOOL], max_output_tokens=999))
     kinds = [event["type"].removeprefix("response.") for event in events]
-    assert [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind != before] == [
+    assert first_of_each_run(kinds) == [
         *("created", "in_progress"),
         *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done"),
         *("content_part.done", "output_item.done"),

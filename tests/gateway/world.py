@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import anthropic
+import httpx
 import numpy as np
 import openai
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -365,6 +366,22 @@ def said(text: str) -> list[list[int]]:
     return [*(list(raw[start : start + 5]) for start in range(0, len(raw), 5)), [EOS]]
 
 
+def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream that names them."""
+    *blocks, rest = answer.text.split("\n\n")
+    assert rest == ""
+    events = []
+    for block in blocks:
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def first_of_each_run(kinds: list[str]) -> list[str]:
+    return [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind != before]
+
+
 class World:
     """A gateway for one checkpoint with a prefill and a decode node, which says bytes, each a token."""
 
@@ -399,6 +416,12 @@ class World:
     def chat(self, *messages: dict[str, Any], **fields: Any) -> Any:
         fields = {"max_tokens": 4096, "tools": [WEATHER], **fields}
         return self.client.chat.completions.create(model=MODEL, messages=list(messages), **fields)  # type: ignore[call-overload]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         self.client.close()
