@@ -229,9 +229,7 @@ class Attempt:
             self._waiting.set_result(None)
 
     def _take_prompt(self, piece: PromptLogprobs) -> None:
-        reason = (
-            "log probabilities that were not asked for" if self.prompt is None else self.prompt.problem(piece)
-        )
+        reason = "log probabilities that were not asked for" if self.prompt is None else self.prompt.problem(piece)
         if reason is not None:
             log.warning("wrong log probabilities", request_id=self.request.request_id, reason=reason)
             self.fail(self.request.failed("the request failed at its decode node"))

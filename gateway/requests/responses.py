@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from gateway.requests.body import TEXT_OR_OBJECT, JsonObject, Piece, TextOr, kinds
+from gateway.requests.body import TEXT_OR_OTHER, JsonObject, Piece, TextOr, kinds
 from gateway.requests.chat import MAX_TOOLS, ToolName
 from gateway.requests.conversion import ConvertedRequest
 from gateway.requests.generation import MAX_STOP_CHARS, StreamOptions
@@ -118,8 +118,8 @@ class NamedFunction(Piece):
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<text>")] | Annotated[NamedFunction, Tag("<object>")],
-    TEXT_OR_OBJECT,
+    Annotated[Literal["none", "auto", "required"], Tag("<text>")] | Annotated[NamedFunction, Tag("<other>")],
+    TEXT_OR_OTHER,
 ]
 
 
