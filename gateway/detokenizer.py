@@ -4,7 +4,6 @@ import codecs
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from tokenizers import Tokenizer, decoders
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -249,7 +248,7 @@ class ChoiceText:
             if matcher.stop is not None:
                 break
         # Attempts keep other reasons to themselves.
-        finish_reason = cast(EndReason | None, output.finish_reason)
+        finish_reason: EndReason | None = output.finish_reason  # type: ignore[assignment]
         if finish_reason is not None and matcher.stop is None:
             piece = self._detokenizer.finish()
             self._length += len(piece)

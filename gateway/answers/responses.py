@@ -189,7 +189,7 @@ class ResponseAnswer(BlockAnswer):
 
     def failed(self, error: ApiError) -> list[Json]:
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        response = self._response("failed", self._items())
+        response = self._response("failed", list(map(self._item, self._reader.blocks)))
         response["error"] = {"code": code, "message": error.message}
         return [self._event("response.failed", response=response)]
 
@@ -255,22 +255,18 @@ class ResponseAnswer(BlockAnswer):
         self._sequence += 1
         return event
 
-    def _items(self) -> list[Item]:
-        return [self._item(block) for block in self._reader.blocks]
-
     def _item(self, block: Block, begins: bool = False) -> Item:
         """begins: the item before anything of it. The block may have grown since."""
         status: Status = "in_progress" if begins else "completed" if block.complete else "incomplete"
         head: ItemHead = {"id": self._ids[block.number], "status": status}
         match block.kind:
             case "call":
-                arguments = "" if begins else block.text
                 call: OutputCall = {
                     **head,
                     "type": "function_call",
                     "call_id": block.call_id,
                     "name": block.name,
-                    "arguments": arguments,
+                    "arguments": "" if begins else block.text,
                 }
                 return call
             case "text":
@@ -293,7 +289,7 @@ class ResponseAnswer(BlockAnswer):
 
     def _final(self) -> Response:
         complete = self._reader.finish_reason == "stop"
-        response = self._response("completed" if complete else "incomplete", self._items())
+        response = self._response("completed" if complete else "incomplete", list(map(self._item, self._reader.blocks)))
         if complete:
             response["completed_at"] = int(time.time())
         else:
