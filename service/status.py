@@ -4,9 +4,11 @@ import errno
 import socket
 import threading
 from collections.abc import Callable
+from typing import Literal
 
 from fastapi import APIRouter, FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, Counter
+from typing_extensions import TypedDict
 
 from base.errors import StartupError
 from base.metrics import Metrics
@@ -14,6 +16,32 @@ from base.version import VERSION
 from control.codec import PROTOCOL_VERSION
 from service.connection import ConnectionLimits
 from service.http_server import HttpServer
+
+
+class Health(TypedDict):
+    """The process runs."""
+
+    status: Literal["ok"]
+
+
+class Ready(TypedDict):
+    """Requests can be served."""
+
+    status: Literal["ready"]
+
+
+class NotReady(TypedDict):
+    """Requests cannot be served now."""
+
+    status: Literal["not ready"]
+    reason: str
+
+
+class Version(TypedDict):
+    """The project's version, and that of the protocol between its processes."""
+
+    version: str
+    protocol: int
 
 
 def status_router(
@@ -26,11 +54,11 @@ def status_router(
     router = APIRouter()
 
     @router.get("/health")
-    async def health() -> dict[str, str]:
+    async def health() -> Health:
         return {"status": "ok"}
 
     @router.get("/ready")
-    async def readiness(response: Response) -> dict[str, str]:
+    async def readiness(response: Response) -> Ready | NotReady:
         if (reason := not_ready_reason()) is None:
             return {"status": "ready"}
         response.status_code = 503
@@ -42,7 +70,7 @@ def status_router(
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/version")
-    async def version() -> dict[str, str | int]:
+    async def version() -> Version:
         return {"version": VERSION, "protocol": PROTOCOL_VERSION}
 
     return router

@@ -8,7 +8,7 @@ import numpy as np
 from base.block_hashes import BLOCK_TOKENS, BlockHashes, block_hashes
 from control.cache_reports import CacheReports
 from control.messages import CacheUpdate
-from gateway.prefix_index import PrefixIndex
+from gateway.prefix_routing import PrefixIndex
 from kvcache.block_cache import BlockCache
 
 HEARTBEAT_S = 1.0
