@@ -22,7 +22,7 @@ from ranks.barrier import GroupFailed
 from ranks.place import RankPlace, create_places
 from ranks.status import SharedStatus
 from ranks.watch import Watchdog
-from service.exposure import check_processes
+from service.config import check_processes
 from service.lifecycle import STOP_SIGNALS
 
 _LAST_WORDS_S = 2.0

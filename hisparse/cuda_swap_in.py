@@ -59,7 +59,7 @@ class CudaSwapIn(SwapInBackend):
         self._reading = torch.cuda.Stream(self._on)  # type: ignore[no-untyped-call]
         self._copier = ItemCopier(self._on)
         self._copier.kernel(host.kv, device.kv)
-        self._copier.kernel(host.index_keys, self._device_index_keys)
+        self._copier.kernel(host.index_keys, self.device_index_keys)
         self._kernels: dict[tuple[torch.dtype, torch.dtype], DeviceKernel] = {}
         self._clusters: dict[int, int] = self._kernel(torch.int64, torch.int64).cluster_sizes()
         self._params = [self._static_params(index_layer) for index_layer in range(self._layout.num_index_layers)]

@@ -1,5 +1,6 @@
 """What the hardware needs at least for the parts of a decode step and of a prompt's chunk (a roofline model)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -10,7 +11,7 @@ from kvcache.format import KVCacheDtype
 from model.config import NetworkConfig
 from model.feed_forward import MixtureOfExperts
 from model.linear import Linear
-from model.network import Network
+from model.network import Layer, Network
 from model.shard import NO_EXCHANGE, Exchange, Shard
 from model.spec import ModelSpec
 from model.weights import RandomWeights
@@ -41,6 +42,15 @@ class Work:
     operations: float = 0.0
     in_fp8: bool = False
     link_bytes: float = 0.0
+
+    def __add__(self, other: "Work") -> "Work":
+        """Both at once, in fp8 if one of them is."""
+        return Work(
+            self.num_bytes + other.num_bytes,
+            self.operations + other.operations,
+            self.in_fp8 or other.in_fp8,
+            self.link_bytes + other.link_bytes,
+        )
 
     def ms(self, link_gb_per_s: float) -> float:
         """The larger of what memory and tensor cores take, and what the link takes after that."""
@@ -90,133 +100,108 @@ def work_of_step(model: RankModel, batch: int, context: int, missed: float, rank
     """The work of a step of `batch` requests of `context` tokens. missed: positions per request and index layer.
 
     Weights are read once, of routed experts those that random choices of the group's tokens hit, on average; items,
-    index keys and scores once. In fp8 a rank chooses experts for its own tokens, else for the group's.
+    index keys and scores once.
     """
-    config, spec = model.config, model.spec
-    layers, index_layers = spec.num_layers, spec.num_index_layers
-    heads, top_k = config.heads, min(config.index_topk, context)
-    projections = experts = 0.0
-    projected = expert_operations = 0.0
+    spec, router, head = model.spec, model.config.router, model.network.head
     tokens = batch * rank_of
-    router = config.router
     hit = 1 - (1 - router.top_k / router.experts) ** tokens
-    in_fp8 = False
-    for layer in model.network.layers:
-        attention, mlp = layer.attention, layer.mlp
-        maps = [layer.down, layer.query_b, attention.out]
-        if isinstance(mlp, MixtureOfExperts):
-            one = bytes_of(mlp.gate_up[0]) + bytes_of(mlp.down[0])
-            elements = mlp.gate_up[0].weight.numel() + mlp.down[0].weight.numel()
-            experts += one * (mlp.number * hit + 1) + mlp.router.weight.nbytes
-            routed = tokens * router.top_k * mlp.number / router.experts
-            chosen_for = batch if mlp.gate_up.fp8 else tokens
-            expert_operations += 2 * elements * (routed + batch) + 2 * chosen_for * mlp.router.weight.numel()
-            in_fp8 |= mlp.gate_up.scales is not None
-        else:
-            maps += [mlp.gate_up, mlp.down]
-        absorbed = attention.key_map, attention.value_map
-        projections += sum(map(bytes_of, maps)) + sum(part.numel() * part.element_size() for part in absorbed)
-        projected += 2 * batch * (sum(m.weight.numel() for m in maps) + sum(part.numel() for part in absorbed))
-    item_bytes, key_bytes = spec.kv_format.item_bytes, spec.kv_format.index_key_bytes
-    head = model.network.head
+    maps = _LayerWork.of(model.network.layers, batch, tokens, hit)
+    selected = batch * min(model.config.index_topk, context)
+    swapped_in = spec.num_layers * batch * missed * spec.kv_format.item_bytes
     return {
-        StepPart.PROJECTIONS: (Work(projections, projected, in_fp8), Work(head.nbytes, 2 * batch * head.numel())),
-        StepPart.EXPERTS: (Work(experts, expert_operations, in_fp8),),
-        StepPart.INDEX: (
-            Work(
-                index_layers * batch * context * key_bytes,
-                2 * index_layers * batch * context * config.index_heads * config.index_dim,
-                spec.kv_cache_dtype == "fp8_e4m3",
-            ),
-        ),
-        StepPart.TOP_K: (Work(index_layers * batch * context * 4),),
-        StepPart.SWAP_IN: (Work(link_bytes=layers * batch * missed * item_bytes),),
-        StepPart.ATTENTION: (
-            Work(
-                layers * batch * top_k * item_bytes,
-                2 * layers * batch * top_k * heads * (spec.item_dim + spec.latent_dim),
-            ),
-        ),
+        StepPart.PROJECTIONS: (maps.projections + maps.absorbed, Work(head.nbytes, 2 * batch * head.numel())),
+        StepPart.EXPERTS: (maps.experts + maps.router,),
+        **_work_on_kv(model, model.network.layers, batch * context, batch * context, selected, selected),
+        StepPart.SWAP_IN: (Work(link_bytes=swapped_in),),
         StepPart.REST: (),
     }
-
-
-def bytes_of(linear: Linear) -> int:
-    """Of a linear map's weights and scales."""
-    return linear.weight.nbytes + (0 if linear.scales is None else linear.scales.nbytes)
 
 
 def work_of_chunk(model: RankModel, context: int, chunk: int, rank_of: int) -> Works:
     """The work of the last `chunk` tokens of a prompt of `context` tokens.
 
-    As the model computes it: of the last layer nothing but what stores its KV. Weights, items, index keys and scores
-    are read once; every token of the group chooses experts at random. A position is scored by the tokens from it on.
-    With experts in fp8 a rank multiplies its own tokens by the router, else those of the group: see `timing.PARTS`.
+    Of the last layer the model computes only what stores its KV. Weights, items, index keys and scores are read once;
+    every token of the group chooses experts at random. A position is scored by the tokens from it on. With experts in
+    fp8 the router runs outside of the experts' part: see `timing.PARTS`.
     """
-    projections, maps, experts, router = (_Sum() for _ in range(4))
     *whole, last = model.network.layers
-    for layer in whole:
-        projections.add(layer.down, chunk)
-        projections.add(layer.query_b, chunk)
-        projections.add(layer.attention.out, chunk)
-        for absorbed in (layer.attention.key_map, layer.attention.value_map):
-            maps.add(Linear(absorbed), chunk)
-        mlp = layer.mlp
-        if isinstance(mlp, MixtureOfExperts):
-            tokens = chunk * rank_of
-            routed = tokens * mlp.router.config.top_k / mlp.router.config.experts
-            for stacked in (mlp.gate_up, mlp.down):
-                experts.add(_some(stacked, slice(mlp.number)), routed)
-                experts.add(_some(stacked, slice(mlp.number, None)), chunk)
-            if mlp.gate_up.fp8:
-                maps.add(Linear(mlp.router.weight), chunk)
-            else:
-                router.add(Linear(mlp.router.weight), tokens)
-            if mlp.shared:
-                experts.add(mlp.shared.gate_up, chunk)
-                experts.add(mlp.shared.down, chunk)
-        else:
-            projections.add(mlp.gate_up, chunk)
-            projections.add(mlp.down, chunk)
-    projections.add(last.down, chunk)
-
-    spec, config = model.spec, model.config
+    maps = _LayerWork.of(whole, chunk, chunk * rank_of, hit=1.0)
+    outside, within = (maps.router, Work()) if maps.experts.in_fp8 else (Work(), maps.router)
     start = context - chunk
     scored = sum(range(start + 1, context + 1))
-    selected = sum(min(position + 1, config.index_topk) for position in range(start, context))
-    indexers = sum(layer.indexer is not None for layer in whole)
-    index = Work(
-        indexers * context * spec.kv_format.index_key_bytes,
-        2 * indexers * scored * config.index_heads * config.index_dim,
-        spec.kv_cache_dtype == "fp8_e4m3",
-    )
-    top_k = Work(indexers * scored * 4)
-    attention = Work(
-        len(whole) * context * spec.kv_format.item_bytes,
-        2 * len(whole) * selected * config.heads * (spec.item_dim + spec.latent_dim),
-    )
+    selected = sum(min(position + 1, model.config.index_topk) for position in range(start, context))
     return {
-        StepPart.PROJECTIONS: (projections.work, maps.work),
-        StepPart.EXPERTS: (experts.work, router.work),
-        StepPart.INDEX: (index,),
-        StepPart.TOP_K: (top_k,),
-        StepPart.ATTENTION: (attention,),
+        StepPart.PROJECTIONS: (maps.projections + _work_of_map(last.down, chunk), maps.absorbed + outside),
+        StepPart.EXPERTS: (maps.experts, within),
+        **_work_on_kv(model, whole, context, scored, context, selected),
         StepPart.REST: (),
     }
 
 
-class _Sum:
-    """The work of several linear maps of one type."""
+@dataclass(frozen=True)
+class _LayerWork:
+    """The work of the linear maps of some layers. absorbed: key and value maps, which are in bfloat16."""
 
-    def __init__(self) -> None:
-        self.work = Work()
+    projections: Work
+    absorbed: Work
+    experts: Work
+    router: Work
 
-    def add(self, linear: Linear, tokens: float) -> None:
-        """One that computes so many tokens, or a stack of which each map does."""
-        operations = 2 * tokens * linear.weight.numel()
-        in_fp8 = linear.scales is not None
-        before = self.work
-        self.work = Work(before.num_bytes + bytes_of(linear), before.operations + operations, in_fp8)
+    @classmethod
+    def of(cls, layers: Sequence[Layer], tokens: int, group_tokens: int, hit: float) -> "_LayerWork":
+        """tokens: of this rank. group_tokens: of all ranks, which choose experts. hit: part of the experts chosen.
+
+        In fp8 a rank chooses experts for its own tokens, else for the group's.
+        """
+        projections = absorbed = experts = router = Work()
+        for layer in layers:
+            attention, mlp = layer.attention, layer.mlp
+            maps = [layer.down, layer.query_b, attention.out]
+            absorbed += _work_of_map(Linear(attention.key_map), tokens) + _work_of_map(
+                Linear(attention.value_map), tokens
+            )
+            if isinstance(mlp, MixtureOfExperts):
+                config = mlp.router.config
+                for stack in (mlp.gate_up, mlp.down):
+                    experts += _work_of_map(
+                        _some(stack, slice(mlp.number)), group_tokens * config.top_k / config.experts, hit
+                    )
+                    experts += _work_of_map(_some(stack, slice(mlp.number, None)), tokens)
+                for shared in (mlp.shared.gate_up, mlp.shared.down) if mlp.shared else ():
+                    experts += _work_of_map(shared, tokens)
+                router += _work_of_map(Linear(mlp.router.weight), tokens if mlp.gate_up.fp8 else group_tokens)
+            else:
+                maps += [mlp.gate_up, mlp.down]
+            for linear in maps:
+                projections += _work_of_map(linear, tokens)
+        return cls(projections, absorbed, experts, router)
+
+
+def _work_on_kv(model: RankModel, layers: Sequence[Layer], keys: int, scored: int, items: int, selected: int) -> Works:
+    """The work of indexers and attention. In each layer: index keys and items that are read, and pairs of a query and a
+    position that is scored or attended to."""
+    config, spec = model.config, model.spec
+    indexers = sum(layer.indexer is not None for layer in layers)
+    index = Work(
+        indexers * keys * spec.kv_format.index_key_bytes,
+        2 * indexers * scored * config.index_heads * config.index_dim,
+        spec.kv_cache_dtype == "fp8_e4m3",
+    )
+    attention = Work(
+        len(layers) * items * spec.kv_format.item_bytes,
+        2 * len(layers) * selected * config.heads * (spec.item_dim + spec.latent_dim),
+    )
+    return {
+        StepPart.INDEX: (index,),
+        StepPart.TOP_K: (Work(indexers * scored * 4),),
+        StepPart.ATTENTION: (attention,),
+    }
+
+
+def _work_of_map(linear: Linear, tokens: float, read: float = 1.0) -> Work:
+    """Of a linear map that computes `tokens` tokens, or a stack of which each does. read: part of the weights read."""
+    num_bytes = linear.weight.nbytes + (0 if linear.scales is None else linear.scales.nbytes)
+    return Work(read * num_bytes, 2 * tokens * linear.weight.numel(), linear.scales is not None)
 
 
 def _some(stack: Linear, maps: slice) -> Linear:

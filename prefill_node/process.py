@@ -12,7 +12,6 @@ from base.memory import device_split, human, pool_bytes
 from control.membership import Membership
 from control.messages import Heartbeat, Peer, Register
 from engine.chunked import ChunkedPrefill
-from engine.identity import identity_of
 from kvcache.page_cache import PageCache, can_cache
 from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.passes import PrefillChunk
@@ -29,6 +28,7 @@ from prefill_node.worker import PrefillWorker, RankLoop
 from ranks.executor import Executor
 from ranks.group import Ranks
 from ranks.place import RankPlace
+from service.checkpoint import identity_of
 from service.node_model import NodeModel
 
 log = structlog.get_logger(__name__)

@@ -16,7 +16,6 @@ from base.logs import configure_logging
 from base.version import VERSION
 from control.codec import PROTOCOL_VERSION
 from control.messages import CheckpointIdentity, Role
-from engine.identity import identity_of
 from kernels.attention import choose_backend
 from kernels.dispatch import fp8_unavailable_reason
 from kernels.ops import AttentionBackend
@@ -26,7 +25,7 @@ from model.sparse_model import SparseModel
 from model.spec import ModelSpec
 from ranks.group import RankGroup, Ranks, SingleRank
 from ranks.place import RankPlace
-from service.checkpoint import identify
+from service.checkpoint import identify, identity_of
 from service.config import NodeConfig
 from service.shell import NodeShell
 from service.start import check, claim_transfer_ports, use_device

@@ -18,7 +18,6 @@ from benchmarks.fetch.lender import Lender
 from benchmarks.fetch.link import throttled
 from control.messages import AttemptId, Destination, Peer
 from engine.chunked import ChunkedPrefill, PrefillJob
-from engine.identity import identity_of
 from kernels.attention import choose_backend
 from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.loader import load_model, read_spec
@@ -30,6 +29,7 @@ from prefill_node.costs import ComputeCost, FetchCosts
 from prefill_node.fetch import Fetch, RunningFetch
 from prefill_node.orders import BlockToRead, LayersRead
 from prefill_node.pool_io import HostSink
+from service.checkpoint import identity_of
 from transfer.choices import TransferProtocol, Transport
 from transfer.planner import Int64s
 from transfer.reader import Reader

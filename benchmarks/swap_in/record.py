@@ -122,7 +122,7 @@ def _prefill(
         pool = prefill.pool
         staged = StagedKV(list(pool.kv), list(pool.index_keys), job.cache.rows(0, len(token_ids)), lambda: None)
         coordinator.admit_request_into_staging(_REQUEST, slots, staged, len(token_ids))
-        while not coordinator.poll_staging().landed:
+        while not coordinator.staging.poll().landed:
             pass
     coordinator.admit_request_direct(_REQUEST, slots, len(token_ids))
 

@@ -15,7 +15,6 @@ from benchmarks.transfer.overlap_model import SleepingModel, spec
 from benchmarks.transfer.pools import fill
 from control.messages import Message, Peer
 from engine.chunked import ChunkedPrefill
-from engine.identity import identity_of
 from kvcache.paged_pool import PagedKVPool
 from model.sparse_model import SparseModel
 from prefill_node.attempt import HeldAttempt
@@ -26,6 +25,7 @@ from prefill_node.planner import PrefillPlanner
 from prefill_node.worker import PrefillWorker
 from ranks.executor import Executor
 from ranks.group import SingleRank
+from service.checkpoint import identity_of
 from service.config import NodeConfig
 from service.shell import NodeShell
 from transfer.choices import ChecksumMode

@@ -82,7 +82,7 @@ def test_log_probabilities_are_told_once_by_the_first_message_after_they_were_co
     assert isinstance(done, PrefillDone)
     table = PromptLogprobTable(15, 2)
     for piece in (*last.prompt_logprobs, *done.prompt_logprobs):
-        assert table.problem(piece) is None
+        assert table.rejection_reason(piece) is None
         table.add(piece)
     assert table.complete
     assert table.floats[:, 0].tolist() == [-position for position in range(1, 15)]

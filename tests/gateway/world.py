@@ -1,4 +1,4 @@
-"""Stand-ins for the gateway's surroundings: a byte-level checkpoint and scripted nodes on real ZeroMQ."""
+"""A gateway in this process on real sockets, with scripted nodes, a byte-level checkpoint and official clients."""
 
 import asyncio
 import json
@@ -9,8 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import anthropic
+import httpx
 import numpy as np
+import openai
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from base.metrics import Metrics
 from benchmarks.scripted_node import ScriptedNode
@@ -55,6 +59,30 @@ CHAT_TEMPLATE = (
     "{% if thinking %}<think>{% endif %}"
 )
 
+LONG_CONTEXT = 1 << 15
+DSML = "｜DSML｜"  # noqa: RUF001
+GLM_TEMPLATE = (
+    "{% if tools %}tools: {% for tool in tools %}{{ tool | tojson }}{% endfor %}\n{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}"
+    "{% for k, v in c.function.arguments.items() %}<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value>"
+    "{% endfor %}</tool_call>{% endfor %}{% endfor %}"
+    "<|assistant|>{% if enable_thinking is defined and not enable_thinking %}</think>{% else %}<think>{% endif %}"
+)
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
+    },
+}
+QUESTION: dict[str, Any] = {"role": "user", "content": "How is it in Rome?"}
+
 
 def wait_until(condition: Callable[[], object], timeout: float = 10.0) -> None:
     until = time.monotonic() + timeout
@@ -70,19 +98,12 @@ def held_answers(per_request: int = 1 << 30, total: int = 1 << 30) -> HeldAnswer
 
 def byte_tokenizer() -> Tokenizer:
     """Token id = byte, plus two special tokens."""
-    alphabet = _bytes_to_unicode()
+    alphabet = bytes_to_unicode()
     tokenizer = Tokenizer(models.BPE(vocab={alphabet[b]: b for b in range(256)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<bos>", special=True), AddedToken("<eos>", special=True)])
     return tokenizer
-
-
-def _bytes_to_unicode() -> dict[int, str]:
-    """GPT-2's printable stand-ins for bytes."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
 def write_checkpoint(
@@ -300,7 +321,7 @@ class RunningGateway:
     @property
     def serving(self) -> int:
         """HTTP requests that are being served."""
-        return self.gateway._guard.serving
+        return self.gateway._admission.serving
 
     def drain(self) -> None:
         self._loop.call_soon_threadsafe(self.gateway.signalled, signal.SIGTERM)
@@ -321,3 +342,99 @@ class RunningGateway:
         except ControlPlaneFailed as error:
             self.error = error
         self._loop.close()
+
+
+def dsml_call(city: str, days: int | None = None) -> str:
+    days_text = "" if days is None else f'<{DSML}parameter name="days" string="false">{days}</{DSML}parameter>\n'
+    return (
+        f'<{DSML}invoke name="weather">\n<{DSML}parameter name="city" string="true">{city}</{DSML}parameter>\n'
+        f"{days_text}</{DSML}invoke>\n"
+    )
+
+
+def dsml_calls(*calls: str) -> str:
+    return f"\n\n<{DSML}function_calls>\n{''.join(calls)}</{DSML}function_calls>"
+
+
+def glm_call(city: str) -> str:
+    return f"<tool_call>weather<arg_key>city</arg_key><arg_value>{city}</arg_value></tool_call>"
+
+
+def said(text: str) -> list[list[int]]:
+    """Messages of a few bytes, and the end of the answer."""
+    raw = text.encode()
+    return [*(list(raw[start : start + 5]) for start in range(0, len(raw), 5)), [EOS]]
+
+
+def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream that names them."""
+    *blocks, rest = answer.text.split("\n\n")
+    assert rest == ""
+    events = []
+    for block in blocks:
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def first_of_each_run(kinds: list[str]) -> list[str]:
+    return [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind != before]
+
+
+class World:
+    """A gateway for one checkpoint with a prefill and a decode node, which says bytes, each a token."""
+
+    def __init__(self, checkpoint: Path, context: int = LONG_CONTEXT, **flags: Any) -> None:
+        config = GatewayConfig(model_path=checkpoint, served_model_name=MODEL, port=0, control_port=0, **flags)
+        self.gateway = RunningGateway(config)
+        address = self.gateway.control_address
+        self.prefill = FakeNode(address, "prefill", max_request_tokens=context).start()
+        self.decode = FakeDecodeNode(address, max_request_tokens=context).start()
+        self.client = openai.OpenAI(base_url=f"{self.gateway.url}/v1", api_key="none", max_retries=0, timeout=20)
+        self.anthropic = anthropic.Anthropic(base_url=self.gateway.url, api_key="none", max_retries=0, timeout=20)
+
+    def says(self, text: str) -> None:
+        self.decode.reset()
+        self.decode.chunks = said(text)
+
+    def says_until_cut_off(self, text: str) -> None:
+        """Ends for want of room, not because the model ends it."""
+        self.says(text)
+        self.decode.chunks = said(text)[:-1]
+
+    def breaks_after(self, text: str) -> None:
+        self.says_until_cut_off(text)
+        error = Output(request_id="any", start=len(text.encode()), finish_reason="error", error="scripted")
+        self.decode.extra_outputs = [error]
+
+    @property
+    def prompt(self) -> str:
+        """The last prompt that the decode node got."""
+        return bytes(self.decode.generated[-1].prompt_ids).decode()
+
+    def chat(self, *messages: dict[str, Any], **fields: Any) -> Any:
+        fields = {"max_tokens": 4096, "tools": [WEATHER], **fields}
+        return self.client.chat.completions.create(model=MODEL, messages=list(messages), **fields)  # type: ignore[call-overload]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.client.close()
+        self.anthropic.close()
+        for node in (self.prefill, self.decode):
+            node.die()
+        self.gateway.stop()
+
+
+def deepseek_service(directory: Path) -> World:
+    """As published, without a template."""
+    return World(write_checkpoint(directory, None, LONG_CONTEXT))
+
+
+def glm_service(directory: Path) -> World:
+    return World(write_checkpoint(directory, GLM_TEMPLATE, LONG_CONTEXT, "glm_moe_dsa"))

@@ -6,12 +6,15 @@ from prometheus_client import Counter
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.endpoints import ENDPOINTS
 from gateway.errors import ApiError
 from gateway.held_answers import HeldAnswers
 from gateway.keys import ApiKeys
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
-"""For probes and scrapes, which have no key. Every other path needs one, whether it exists or not."""
+_OPEN_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key)
+"""Every other path needs a key, whether it exists or not."""
+_BYTES_PER_TOKEN = 8
+"""Of a prompt token: as much as an id takes in JSON, so that a prompt counts the same as text and as ids."""
 
 
 @dataclass(frozen=True)
@@ -23,36 +26,32 @@ class RequestLimits:
     max_total_bytes: int
 
 
-_BYTES_PER_TOKEN = 8
-"""Of a prompt token: as much as an id takes in JSON, so that a prompt counts the same as text and as ids."""
-
-
 class RequestBytes:
     """The bytes that one request counts with. answers: those of what is generated for it."""
 
-    def __init__(self, guard: "Guard") -> None:
-        self._guard = guard
+    def __init__(self, admission: "Admission") -> None:
+        self._admission = admission
         self.held = 0
-        self.answers = guard.answers.account()
+        self.answers = admission.answers.account()
 
     def body(self, size: int) -> None:
         """Raises ApiError (429) if there is no room for a body of that size."""
         if size > self.held:
-            self._guard.take(size - self.held)
+            self._admission.take(size - self.held)
             self.held = size
 
     def prompt(self, tokens: int) -> None:
-        """Raises ApiError (429) if there is no room for so many prompt tokens."""
+        """Raises ApiError (429) if there is no room for a prompt of that many tokens."""
         self.body(_BYTES_PER_TOKEN * tokens)
 
     def close(self) -> None:
         """The request is answered, or refused."""
-        self._guard.held -= self.held
+        self._admission.held -= self.held
         self.held = 0
         self.answers.close()
 
 
-class Guard:
+class Admission:
     """ASGI middleware. keys: None lets everyone in. refused: counts refusals by reason."""
 
     def __init__(
@@ -69,7 +68,7 @@ class Guard:
         """Their bytes."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         counted = RequestBytes(self)
@@ -104,7 +103,7 @@ class Guard:
             message = "the API key is not one of this server's"
             if not {"authorization", "x-api-key"} & set(request.headers):
                 message = "no API key: expected the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
-            raise self._refusal("api_key", ApiError(401, message, code="invalid_api_key"))
+            raise self._refused_with("api_key", ApiError(401, message, code="invalid_api_key"))
         declared = int(request.headers.get("content-length", 0))
         self._check_size(declared)
         if self.serving >= self._limits.max_concurrent_requests:
@@ -142,12 +141,12 @@ class Guard:
         """Raises ApiError (413) if a body of that size is too large."""
         if size > self._limits.max_body_bytes:
             text = f"the request body is larger than {self._limits.max_body_bytes} bytes"
-            raise self._refusal("body_too_large", ApiError(413, text, code="request_too_large"))
+            raise self._refused_with("body_too_large", ApiError(413, text, code="request_too_large"))
 
     def _busy(self, reason: str, state: str) -> ApiError:
         text = f"this gateway {state}; try again later"
-        return self._refusal(reason, ApiError(429, text, code="too_many_requests", retry_after=1.0))
+        return self._refused_with(reason, ApiError(429, text, code="too_many_requests", retry_after=1.0))
 
-    def _refusal(self, reason: str, error: ApiError) -> ApiError:
+    def _refused_with(self, reason: str, error: ApiError) -> ApiError:
         self._refused.labels(reason=reason).inc()
         return error
