@@ -10,6 +10,7 @@ from engine.chunked import ChunkedPrefill, PrefillJob
 from engine.prompt_logprobs import QueuedLogprobs
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.swap_in import StagedKV
+from model.sparse_model import SparseModel
 
 
 @dataclass(eq=False)
@@ -30,7 +31,8 @@ class LocalPrefill:
     Forward passes are queued after decode steps, one at a time. The loop never waits for them.
     """
 
-    def __init__(self, prefill: ChunkedPrefill[LocalJob], coordinator: HiSparseCoordinator) -> None:
+    def __init__(self, model: SparseModel, prefill: ChunkedPrefill[LocalJob], coordinator: HiSparseCoordinator) -> None:
+        self._model = model
         self._prefill = prefill
         self._coordinator = coordinator
         self._jobs: dict[str, LocalJob] = {}
@@ -83,7 +85,7 @@ class LocalPrefill:
         self._prefill.start_waiting()
         if (step := self._prefill.plan()) is None:
             return
-        for job, queued in self._prefill.compute(step).items():
+        for job, queued in step.compute(self._model).items():
             job.queued.append(queued)
         if self._prefill.pool.kv.is_cuda:
             self._queued = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -33,6 +33,7 @@ from kernels.operands import IndexQueries, PagedKeys
 from kernels.ops import AttentionBackend
 from kvcache.paged_pool import PagedKVPool
 from model.loader import load_model, read_spec, resolve_dtype
+from model.sparse_model import SparseModel
 from model.spec import ModelSpec
 
 _PAGE = 64
@@ -72,8 +73,8 @@ def record(
     model = load_model(checkpoint, dtype, device, None, backend)
     coordinator = _tiers(spec, len(prompt_ids) + steps, device)
     pool = PagedKVPool(spec.kv_layout, -(-len(prompt_ids) // _PAGE), _PAGE, device)
-    prefill: ChunkedPrefill[PrefillJob] = ChunkedPrefill(model, pool, _CHUNK)
-    _prefill(prefill, coordinator, prompt_ids[:-1])
+    prefill: ChunkedPrefill[PrefillJob] = ChunkedPrefill(pool, _CHUNK)
+    _prefill(model, prefill, coordinator, prompt_ids[:-1])
     runner = ModelRunner(model, coordinator, 1, spec.context_length, record=False)
     runner.admit(_REQUEST, prompt_ids, [], sampling)
     for uniform in np.random.default_rng(sampling.seed).random(steps):
@@ -102,13 +103,18 @@ def _tiers(spec: ModelSpec, tokens: int, device: torch.device) -> HiSparseCoordi
     return build_tiers(sizes, device)
 
 
-def _prefill(prefill: ChunkedPrefill[PrefillJob], coordinator: HiSparseCoordinator, token_ids: list[int]) -> None:
+def _prefill(
+    model: SparseModel,
+    prefill: ChunkedPrefill[PrefillJob],
+    coordinator: HiSparseCoordinator,
+    token_ids: list[int],
+) -> None:
     """Compute the KV of these tokens and admit a request that has it."""
     job = PrefillJob(torch.tensor(token_ids))
     prefill.add(job)
     prefill.start_waiting()
     while step := prefill.plan():
-        prefill.compute(step)
+        step.compute(model)
         prefill.complete(step)
     slots = coordinator.host.allocate(len(token_ids))
     assert slots is not None

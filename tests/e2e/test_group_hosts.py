@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.demo.__main__ import HOT_BUFFER
 from cli.serve import free_port
 from control.keys import generate
-from ranks.watchdog import GRACE_S
+from ranks.watch import GRACE_S
 from tests.e2e.asking import Job, assert_exact
-from tests.e2e.cluster import Cluster, Node, Place, wait_until
+from tests.e2e.cluster import HOT_BUFFER, Cluster, Node, Place, wait_until
 from tests.e2e.conftest import References
 from tests.e2e.hosts import Network, why_not
 from tests.e2e.spawn import fork, start_fork_server

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from ranks.watchdog import GRACE_S
+from ranks.watch import GRACE_S
 from tests.e2e.asking import Job, assert_exact
 from tests.e2e.cluster import HOT_BUFFER, all_gone
 from tests.e2e.conftest import References, StartCluster

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from decode_node.prefill_nodes import SILENCE_S
-from prefill_node.lease import LEASE_S
+from prefill_node.lanes import LEASE_S
 from tests.e2e.asking import Job, assert_exact, complete, random_prompts
 from tests.e2e.chaos_audit import Audit, read_journal
 from tests.e2e.cluster import Cluster, Node, wait_until
