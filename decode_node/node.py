@@ -22,7 +22,7 @@ from decode_node.operator_api import LoopCall
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import RequestState
 from decode_node.scheduler import Scheduler
-from decode_node.verifier import Digesting, Task, Verification
+from decode_node.verifier import ChecksumTask, Digesting, Verification
 from engine.device import DeviceFailed
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.swap_in import SwapInCounters
@@ -38,7 +38,7 @@ _GATEWAY_SILENCE_S = 30.0
 _FAREWELL_S = 0.5
 """How long an empty node still refuses requests before it ends: gateways may not know yet that it leaves."""
 
-Event = Task | LoopCall
+LoopEvent = ChecksumTask | LoopCall
 """What other threads put into the loop's inbox."""
 
 
@@ -47,7 +47,7 @@ class DecodeNode:
 
     def __init__(
         self,
-        shell: NodeShell[Event],
+        shell: NodeShell[LoopEvent],
         scheduler: Scheduler,
         remote: RemotePrefill,
         coordinator: HiSparseCoordinator,
@@ -149,7 +149,7 @@ class DecodeNode:
             return 0.0
         return _BUSY_PREFILL_WAIT_S if self._scheduler.requests else _IDLE_WAIT_S
 
-    def _take(self, item: tuple[Peer, Message] | Event) -> None:
+    def _take(self, item: tuple[Peer, Message] | LoopEvent) -> None:
         match item:
             case Verification():
                 self._remote.verified(item)

@@ -34,7 +34,7 @@ from decode_node.prefill_nodes import PrefillNodes
 from decode_node.prefix_reads import PrefixReads
 from decode_node.quarantine import Quarantine
 from decode_node.request import Request, RequestState
-from decode_node.verifier import Task, Verification
+from decode_node.verifier import ChecksumTask, Verification
 from kvcache.extents import NO_SLOTS, HostSlots
 from kvcache.host_pool import HostKVPool
 from transfer.fencing import Fence, ReservationTable
@@ -65,7 +65,7 @@ class RemotePrefill:
         destination: Destination,
         host: HostKVPool,
         cut: Callable[[], Fence],
-        verify: Callable[[Task], bool],
+        verify: Callable[[ChecksumTask], bool],
         metrics: Metrics,
         patience: float,
         on_lost: Callable[[Request, str], None],

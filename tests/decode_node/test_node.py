@@ -34,7 +34,7 @@ from control.messages import (
     Resend,
     Sampling,
 )
-from decode_node.node import DecodeNode, Event
+from decode_node.node import DecodeNode, LoopEvent
 from decode_node.operator_api import on_loop
 from decode_node.request import RequestState
 from decode_node.verifier import Verifier
@@ -60,7 +60,7 @@ GENERATE = Generate(
 )
 
 
-class Shell(NodeShell[Event]):
+class Shell(NodeShell[LoopEvent]):
     """A shell without ports or signals."""
 
     def __init__(self, control: FakeControl, metrics: Metrics) -> None:
