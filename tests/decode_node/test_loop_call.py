@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from decode_node.operator_api import LoopBusy, LoopCall, on_loop
+from decode_node.quarantine import LoopBusy, LoopCall, on_loop
 
 
 def test_the_loop_does_it_and_the_asker_gets_the_result() -> None:

@@ -35,7 +35,7 @@ from control.messages import (
     Sampling,
 )
 from decode_node.node import DecodeNode, Event
-from decode_node.operator_api import on_loop
+from decode_node.quarantine import on_loop
 from decode_node.request import RequestState
 from decode_node.verifier import Verifier
 from service.lifecycle import Lifecycle

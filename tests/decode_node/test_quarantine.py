@@ -9,8 +9,8 @@ from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
 
 from control.messages import AttemptId, Peer
-from decode_node.operator_api import LoopCall, quarantine_router
 from decode_node.prefill_nodes import SILENCE_S
+from decode_node.quarantine import LoopCall, quarantine_router
 from tests.decode_node.remote_world import RemoteWorld
 from transfer.fencing import DRAIN_GRACE_S, ReservationTable
 

@@ -6,7 +6,7 @@ import pytest
 
 from base.errors import StartupError
 from service.config import NodeConfig
-from service.start import check, claim_transfer_ports
+from service.node_model import check, claim_transfer_ports
 
 
 def config(**flags: str) -> NodeConfig:

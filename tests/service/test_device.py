@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from base.errors import StartupError
-from service.start import use_device
+from service.node_model import use_device
 
 
 @pytest.fixture

@@ -19,10 +19,13 @@ from transfer.writer import TransferError
 
 SIZE = 1 << 20
 OWNER = """
-import os, sys, torch
+import os, sys, numpy, torch
 from kvcache.host_memory import HostMemory
-memory = HostMemory(1 << 20, shareable=True)
-tensor = memory.tensor(0, (1 << 20,))
+size, seed = map(int, sys.argv[1:])
+memory = HostMemory(size, shareable=True)
+tensor = memory.tensor(0, (size,))
+if seed >= 0:
+    tensor[:] = torch.from_numpy(numpy.random.default_rng(seed).integers(1, 256, size, dtype=numpy.uint8))
 region = memory.shared()
 print(os.getpid(), region.fd, region.name, region.base, region.length, flush=True)
 for line in sys.stdin:
@@ -32,13 +35,12 @@ for line in sys.stdin:
 
 
 class Owner:
-    """A process that shares a piece of memory and tells what is in it."""
+    """A process that shares a piece of memory and tells what is in it: zeros, or random bytes if there is a seed."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = SIZE, seed: int = -1) -> None:
         root = Path(__file__).parents[2]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root
-        )
+        command = [sys.executable, "-c", OWNER, str(size), str(seed)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
         assert self.process.stdout is not None
         pid, fd, name, base, length = self.process.stdout.readline().split()
         self.memory = SharedMemory(pid=int(pid), fd=int(fd), name=name, base=int(base), length=int(length))
