@@ -212,10 +212,6 @@ def test_a_node_that_drains_finishes_what_streams_and_hands_over_the_rest(runnin
     def answers(kind: type[Message]) -> list[Message]:
         return [message for to, message in list(running.control.sent) if to == GATEWAY and isinstance(message, kind)]
 
-    def finishes() -> dict[str, tuple[str, str | None]]:
-        """How each request ended."""
-        return {o.request_id: (o.finish_reason, o.error) for o in running.control.outputs() if o.finish_reason}
-
     running.control.heard[FIRST.boot_id] = math.inf
     running.ask(max_new_tokens=300)
     node, request = running.requested(epoch=1)
