@@ -18,8 +18,6 @@ from control.messages import (
     Admitted,
     AttemptId,
     Cancel,
-    ChunkDone,
-    ChunkTaken,
     Ended,
     FurtherChoice,
     Generate,
@@ -188,19 +186,6 @@ def test_torn_bytes_are_never_served_and_the_retry_on_another_node_is(running: R
     wait_until(running.harness.coordinator.is_idle, timeout=10)
     assert (SECOND, Admitted(attempt=R._replace(epoch=2))) in running.control.sent
     assert (FIRST, Admitted(attempt=R)) not in running.control.sent
-
-
-def test_a_torn_chunk_sends_the_request_elsewhere_before_the_rest_has_landed(running: Running) -> None:
-    running.ask()
-    node, _ = running.requested(epoch=1)
-    chunk = ChunkDone(attempt=R, number=0, checksums=Checksums.of([Checksum(0, 0, 6, digest=1)]))
-    running.shell.inbox.put((node, chunk))
-    other, again = running.requested(epoch=2)
-    assert other == SECOND
-    assert (FIRST, ChunkTaken(attempt=R, number=0)) in running.control.sent
-    assert running.metrics.transfer_failures.labels("checksum")._value.get() == 1
-    running.write(other, again)
-    wait_until(lambda: running.tokens() == [100, 101, 102, 103, 104], timeout=10)
 
 
 def test_calls_from_other_threads_are_carried_out_by_the_loop(running: Running) -> None:

@@ -80,11 +80,6 @@ def test_eviction_refuses_a_live_writer(h: Harness) -> None:
     assert h.quarantine.evict("alive").reservations == 1
 
 
-def test_eviction_can_be_forced(h: Harness) -> None:
-    assert h.quarantine.evict("alive", force=True).reservations == 1
-    assert h.expire() == ["c"]
-
-
 def test_evicting_twice_does_not_start_the_grace_again(h: Harness) -> None:
     h.quarantine.evict("gone")
     for reservation in h.table.quarantined:
@@ -144,13 +139,6 @@ def test_http_lists(client: TestClient) -> None:
         "last_heard_s",
         "free_in_s",
     }
-
-
-def test_http_evicts(client: TestClient, h: Harness) -> None:
-    response = client.post("/quarantine/evict", params={"boot_id": "gone"})
-    assert response.status_code == 200
-    assert response.json()["reservations"] == 2
-    assert h.expire() == ["a", "b"]
 
 
 def test_http_says_404_for_an_unknown_boot_and_409_for_a_live_one(client: TestClient, h: Harness) -> None:

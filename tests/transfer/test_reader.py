@@ -10,6 +10,7 @@ import pytest
 
 from tests.transfer.test_lingering import Process, start_engine, wait_until
 from tests.transfer.test_shm import Owner
+from tests.transfer.world import descriptors
 from transfer.incoming import IncomingCut
 from transfer.planner import Descriptors
 from transfer.reader import Reader, ReadReport
@@ -31,12 +32,6 @@ class Serving:
 
     def cut(self) -> None:
         wait_until(IncomingCut(self.engine.fenced_ports).passed)
-
-
-def descriptors(source: int, destination: int, pieces: list[tuple[int, int, int]]) -> Descriptors:
-    """pieces: (offset there, offset here, length)."""
-    columns = np.array(pieces, dtype=np.int64).T
-    return Descriptors(source + columns[0], destination + columns[1], columns[2])
 
 
 class Remote:
