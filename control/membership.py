@@ -1,7 +1,7 @@
 """Keeps a node registered with its gateways: registration, heartbeats, and registration again where it is unknown.
 
 Gateways come and go (`control.discovery`). A gateway that is not listed any more is kept while it answers: a node that
-forgot it would end its requests.
+forgot it would end its requests. `CacheReports` tells them what the node's prefix cache has.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Quarantine: slots of lost attempts, until no process can write to them or read them any more.
 
 They are free when the prefill node says that it has stopped, or is proved dead. If it is gone and no process takes its
-address, an operator evicts it, since silence proves nothing.
+address, an operator evicts it over HTTP, since silence proves nothing. The node's loop carries out what operators ask.
 """
 
 import secrets

@@ -1,4 +1,7 @@
-"""Values read from files and read again when these change: keys and certificates are replaced without a restart."""
+"""Values read from files and read again when these change: keys and certificates are replaced without a restart.
+
+`server_tls` makes the TLS context of a server of them.
+"""
 
 import ssl
 import time
