@@ -18,7 +18,7 @@ from control.messages import (
     Registered,
     Resend,
 )
-from decode_node.operator_api import LoopCall
+from decode_node.quarantine import LoopCall
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import RequestState
 from decode_node.scheduler import Scheduler
@@ -108,7 +108,11 @@ class DecodeNode:
         self._remote.tick(now)
         self._housekeep(now)
         self._scheduler.turn()
-        self._check_idle()
+        busy = self._scheduler.holds_something
+        if self._was_busy and not busy:
+            # The last request has gone: look for leaked slots.
+            self._scheduler.check_idle()
+        self._was_busy = busy
         lifecycle = self._shell.lifecycle
         lifecycle.follow(self._ranks.sync_phase(lifecycle.phase))
 
@@ -188,14 +192,11 @@ class DecodeNode:
         if now < self._housekeeping_at:
             return
         self._housekeeping_at = now + 1.0
-        self._end_without_gateway(now)
-        self._end_violated()
-
-    def _end_without_gateway(self, now: float) -> None:
         for request in list(self._scheduler.requests.values()):
             if self._membership.gateway_lost(request.gateway, now, _GATEWAY_SILENCE_S):
                 log.warning("gateway is gone", request_id=request.request_id, gateway=request.gateway.address)
                 self._scheduler.end(request, "abort")
+        self._end_violated()
 
     def _end_violated(self) -> None:
         """If there were swap-in violations since the last look, end every request that was in a step since then.
@@ -212,10 +213,3 @@ class DecodeNode:
             self._scheduler.end(request, "error", f"its tokens may be wrong (swap-in violations: {violations})")
         # So may the KV of those that ended since the last look.
         self._scheduler.forget_prefixes()
-
-    def _check_idle(self) -> None:
-        """Check for leaked slots whenever the last request has gone."""
-        busy = self._scheduler.holds_something
-        if self._was_busy and not busy:
-            self._scheduler.check_idle()
-        self._was_busy = busy

@@ -43,7 +43,7 @@ from service.connection import ConnectionLimits
 from service.http_server import HttpServer
 from service.lifecycle import STOP_SIGNALS, Lifecycle, raise_file_limit
 from service.status import bind_http, status_router
-from service.tls import server_tls
+from service.watched import server_tls
 
 log = structlog.get_logger(__name__)
 
