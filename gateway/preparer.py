@@ -211,7 +211,7 @@ class Preparer:
             # Few requests have a set of their own: a shared one stays in the processor's cache.
             skipped |= frozenset(stop_token_ids)
         return TextOptions(
-            stops=(*request.stop, *(reading.format.stop_strings if reading else ())),
+            stops=tuple(request.stop),
             includes_stop=bool(request.include_stop_str_in_output),
             min_tokens=request.min_tokens or 0,
             skipped=skipped,

@@ -99,9 +99,7 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
     def whole(self) -> ChatCompletion:
         choices = self._whole_choices()
         whole: ChatCompletion = {
-            "id": self._head["id"],
-            "created": self._head["created"],
-            "model": self._head["model"],
+            **self._head,
             "object": "chat.completion",
             "choices": choices,
             "usage": self._usage(),
