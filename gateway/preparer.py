@@ -21,9 +21,8 @@ from gateway.formats.families import ChatFormat, choose_format
 from gateway.formats.parsing import CallParser
 from gateway.formats.tools import ToolSet
 from gateway.registry import Capacity
-from gateway.requests.chat import ChatCompletionRequest
+from gateway.requests.chat import ChatCompletionRequest, ConvertedRequest
 from gateway.requests.completions import CompletionRequest, Prompt
-from gateway.requests.conversion import ConvertedRequest
 from gateway.tokenizer import CheckpointTokenizer
 
 MAX_SETTINGS_BYTES = 8 << 20

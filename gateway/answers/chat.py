@@ -99,7 +99,9 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
     def whole(self) -> ChatCompletion:
         choices = self._whole_choices()
         whole: ChatCompletion = {
-            **self._head,
+            "id": self._head["id"],
+            "created": self._head["created"],
+            "model": self._head["model"],
             "object": "chat.completion",
             "choices": choices,
             "usage": self._usage(),

@@ -5,15 +5,14 @@ declared are for `gateway.requests.unsupported`.
 """
 
 import json
-from abc import ABC, abstractmethod
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
 from base.wire import FailFastModel, first_error
 from gateway.errors import ApiError, shown
-from gateway.requests.unsupported import FieldPolicy
+from gateway.requests.unsupported import NEUTRAL, FieldPolicy, Neutral
 
 OTHER_KIND = "other_kind"
 """The type of the error of an element whose `type` is not one of those expected."""
@@ -25,12 +24,15 @@ class Piece(FailFastModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
 
 
-class RequestBody(Piece, ABC):
+class RequestBody(Piece):
     """The body of a request."""
 
-    @abstractmethod
+    neutral: ClassVar[Neutral] = {}
+    """Like `unsupported.NEUTRAL`, for this endpoint alone."""
+
     def check_fields(self, policy: FieldPolicy) -> None:
         """Raises ApiError for a field that asks for what is not carried out."""
+        policy.check(self.model_extra or {}, {**NEUTRAL, **self.neutral})
 
 
 def _finite(value: dict[str, Any]) -> dict[str, Any]:

@@ -131,17 +131,6 @@ def test_streaming_completion(client: openai.OpenAI) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_streaming_chat_begins_with_the_role(client: openai.OpenAI) -> None:
-    chunks = list(
-        client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "hi"}], max_tokens=4, stream=True
-        )
-    )
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "u:hi"
-    assert chunks[-1].choices[0].finish_reason == "length"
-
-
 def test_streamed_token_ids_are_each_chunks_own(http: httpx.Client) -> None:
     body = {"prompt": "你", "max_tokens": 3, "stream": True, "return_token_ids": True}
     *chunks, done = events(http.post("/v1/completions", json=body))
