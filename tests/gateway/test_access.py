@@ -255,7 +255,7 @@ def test_requests_beyond_the_bound_are_refused_at_once_and_places_come_back(
     with contextlib.ExitStack() as streams:
         for _ in range(2):
             stream = httpx.stream("POST", f"{gateway.url}/v1/completions", json=PROMPT | {"stream": True}, timeout=20)
-            next(streams.enter_context(stream).iter_lines())
+            assert streams.enter_context(stream).status_code == 200
         answer = httpx.post(f"{gateway.url}/v1/completions", json=PROMPT)
         assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
         error = answer.json()["error"]

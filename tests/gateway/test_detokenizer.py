@@ -129,7 +129,6 @@ LONG_RUNS = {
     "unknown": [UNKNOWN] * 500,
     "special after half a character": [0xE4] + [EOS] * 500,
     "special after text": TEXT + [EOS] * 500,
-    "special between text": TEXT + [EOS] * 500 + TEXT,
     "garbage": [0x80] * 500,
     "beginnings of characters": [0xE4] * 500,
     "text": TEXT * 20,
@@ -137,9 +136,13 @@ LONG_RUNS = {
 }
 
 
-@pytest.mark.parametrize("ids", LONG_RUNS.values(), ids=list(LONG_RUNS))
 @pytest.mark.parametrize(
-    ("skips", "most"), [(skips_of(BYTES), 2), (lambda token_id: False, 6)], ids=["skipped", "decoded"]
+    ("ids", "skips", "most"),
+    [
+        *((ids, skips_of(BYTES), 2) for ids in LONG_RUNS.values()),
+        (TEXT + [EOS] * 500 + TEXT, lambda token_id: False, 6),
+    ],
+    ids=[*LONG_RUNS, "tokens without text that are not skipped"],
 )
 def test_a_token_costs_the_same_however_long_the_answer_is(
     ids: list[int], skips: Callable[[int], bool], most: int
