@@ -11,9 +11,8 @@ from pydantic import Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.errors import ApiError
-from gateway.requests.body import JsonObject, Piece, RequestBody, invalid
+from gateway.requests.body import OF_MESSAGES, FieldPolicy, JsonObject, Piece, RequestBody, invalid
 from gateway.requests.generation import MAX_STOP_CHARS, MAX_STOPS, CommonFields, GenerationRequest
-from gateway.requests.unsupported import OF_MESSAGES, FieldPolicy
 
 MAX_TOOLS = 512
 TemplateName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]

@@ -22,9 +22,8 @@ from control.messages import (
 from control.prompt_logprobs import Alternatives, too_many
 from gateway.errors import ApiError, context_length_exceeded, shown
 from gateway.registry import Capacity
-from gateway.requests.body import Piece, RequestBody
+from gateway.requests.body import OF_STREAMS, FieldPolicy, Piece, RequestBody
 from gateway.requests.structure import StructureFields
-from gateway.requests.unsupported import OF_STREAMS, FieldPolicy
 from gateway.tokenizer import CheckpointTokenizer
 
 MAX_PRIORITY = 1000

@@ -6,10 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from gateway.requests.body import TEXT_OR_OTHER, JsonObject, Piece, TextOr, kinds
+from gateway.requests.body import OF_STREAMS, TEXT_OR_OTHER, FieldPolicy, JsonObject, Piece, TextOr, kinds
 from gateway.requests.chat import MAX_TOOLS, CallId, ConvertedRequest, ToolName
 from gateway.requests.generation import StreamOptions
-from gateway.requests.unsupported import OF_STREAMS, FieldPolicy
 
 LOGPROBS = "message.output_text.logprobs"
 """What `include` names when the client wants log probabilities."""

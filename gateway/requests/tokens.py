@@ -6,9 +6,8 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from control.messages import TokenId
-from gateway.requests.body import RequestBody
+from gateway.requests.body import FieldPolicy, RequestBody
 from gateway.requests.chat import MAX_TOOLS, ChatMessage, TemplateVariables, ToolDefinition
-from gateway.requests.unsupported import FieldPolicy
 
 
 class TokenizeRequest(RequestBody):

@@ -10,7 +10,7 @@ import pytest
 
 from control.messages import MAX_ALLOWED, MAX_BAD_WORD_TOKENS, Output, Token
 from gateway import decode_client
-from gateway.requests.unsupported import HARMLESS, NEUTRAL
+from gateway.requests.body import HARMLESS, NEUTRAL
 from tests.gateway.world import CONTEXT, EOS, MODEL, VOCAB, FakeDecodeNode, FakeNode, RunningGateway, World, wait_until
 
 
