@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from base.errors import StartupError
-from kernels.fp8 import BLOCK
-from kernels.operands import BlockFp8
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -122,30 +120,3 @@ def read_header(stream: BinaryIO, file: Path) -> bytes:
     if 8 + length + data_bytes != size:
         raise StartupError(f"{file} should be {8 + length + data_bytes} bytes long by its header, but it is {size}")
     return header
-
-
-def read_quantization(path: Path, config: dict[str, Any]) -> BlockFp8 | None:
-    """What config.json says of the checkpoint's quantisation. Raises StartupError for any that is not block-fp8."""
-    for key in ("quantization_config", "compression_config"):
-        if not (found := config.get(key)):
-            continue
-        method = found.get("quant_method") if isinstance(found, dict) else found
-        if key != "quantization_config" or method != "fp8" or not isinstance(found, dict):
-            raise StartupError(
-                f"{path} has quantised weights ({key}: {method}), which are not served; "
-                f"give a checkpoint with weights in float32, bfloat16 or block-fp8"
-            )
-        expected = {"weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic", "fmt": "e4m3"}
-        for name, value in expected.items():
-            if found.get(name, value if name == "fmt" else None) != value:
-                raise StartupError(
-                    f"{path} has weights in fp8 with {name} {found.get(name)}, which are not served; served is {value}"
-                )
-        scale_format = found.get("scale_fmt") or "float"
-        if scale_format not in ("float", "ue8m0"):
-            raise StartupError(
-                f"{path} has weights in fp8 with scale_fmt {scale_format}, which are not served; "
-                "served are float and ue8m0"
-            )
-        return BlockFp8(power_of_two=scale_format == "ue8m0")
-    return None
