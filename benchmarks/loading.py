@@ -30,11 +30,10 @@ from kernels.fp8 import FP8, blocks
 from kernels.operands import BlockFp8
 from model.checkpoint import INDEX_FILE
 from model.config import network_config
-from model.families import ShapeName
+from model.families import ShapeName, published_config
 from model.linear import Linear
 from model.loader import load_model, read_spec
 from model.network import Network
-from model.shapes import published_config
 from model.stored_weights import SCALES
 from model.tiny import write_without_weights
 from model.tiny_fp8 import quantization_config

@@ -1,12 +1,17 @@
 """Loads a Hugging Face checkpoint of a sparse-attention model."""
 
 import re
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 import structlog
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from base.errors import StartupError
 from base.memory import available_host_bytes, human
@@ -15,15 +20,13 @@ from kernels.dispatch import fp8_unavailable_reason
 from kernels.operands import BlockFp8
 from kernels.ops import AttentionBackend
 from kvcache.format import KVCacheDtype
-from model.checkpoint import fingerprint, read_json, weight_files
+from model.checkpoint import StoredTensor, find_tensors, fingerprint, read_json, weight_files
 from model.config import read_config
 from model.network import Network
-from model.progress import LoadProgress
 from model.shard import NO_EXCHANGE, SINGLE_RANK, Exchange, Shard
 from model.sparse_model import SparseModel
 from model.spec import ModelSpec
 from model.stored_weights import SCALES, StoredWeights
-from model.tensor_files import StoredTensor, find_tensors
 from model.weights import RandomWeights
 
 log = structlog.get_logger(__name__)
@@ -39,6 +42,8 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
 _NAMED = 3
 """Weights that a message names."""
+_LEAST_LOGGED = 1 << 30
+"""Bytes. Less is loaded before anybody reads a line about it."""
 
 
 def resolve_dtype(path: Path, name: str) -> torch.dtype:
@@ -137,7 +142,8 @@ def load_model(
     made = weights(device)
     network = Network.load(made, config, shard, exchange)
     if isinstance(made, StoredWeights):
-        made.fill(LoadProgress("loading weights"))
+        with load_progress("loading weights", made.bytes_to_read) as advance:
+            made.fill(advance)
     if device.type == "cuda":  # the pools need what loading left in the allocator's cache
         torch.cuda.empty_cache()
     return SparseModel(network, spec, backend or TorchBackend(spec.kv_format))
@@ -171,3 +177,39 @@ def _check_room(path: Path, num_bytes: int, device: torch.device) -> None:
 def _some(names: Sequence[str]) -> str:
     more = ", ..." if len(names) > _NAMED else ""
     return f"{len(names)} weights: {', '.join(sorted(names)[:_NAMED])}{more}"
+
+
+@contextmanager
+def load_progress(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show how far reading is: a bar on a terminal, a line for every tenth in a log, and one at the end.
+
+    num_bytes: that will be read. Yields what to call, in one thread, with each number of bytes that has been read.
+    """
+    begun, done, bar = time.monotonic(), 0, None
+    if sys.stderr.isatty():
+        columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        bar.add_task(what, total=num_bytes)
+        bar.start()
+
+    def advance(count: int) -> None:
+        nonlocal done
+        before, done = done, done + count
+        tenths = 10 * done // max(1, num_bytes)
+        if bar is not None:
+            bar.advance(bar.task_ids[0], count)
+        elif 10 * before // max(1, num_bytes) < tenths < 10 and num_bytes >= _LEAST_LOGGED:
+            log.info(what, done=f"{10 * tenths}%", of=human(num_bytes))
+
+    try:
+        yield advance
+    finally:
+        if bar is not None:
+            bar.stop()
+        seconds = time.monotonic() - begun
+        log.info(
+            f"{what}: done" if done == num_bytes else f"{what}: given up",
+            read=human(done),
+            seconds=round(seconds, 1),
+            rate=f"{human(int(done / max(seconds, 1e-6)))}/s",
+        )

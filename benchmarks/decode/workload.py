@@ -16,10 +16,9 @@ from kernels.operands import IndexQueries, PagedKeys, RouterConfig
 from kernels.ops import AttentionBackend
 from kvcache.format import KVCacheDtype
 from model.config import NetworkConfig, network_config
-from model.families import ShapeName
+from model.families import ShapeName, published_config
 from model.roofline import RankModel
 from model.routed import RoutedTokens
-from model.shapes import published_config
 from model.shard import NO_EXCHANGE, Exchange
 from model.spec import ModelSpec
 

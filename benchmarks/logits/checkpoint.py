@@ -14,8 +14,8 @@ from benchmarks.loading import Wanted
 from kernels.fp8 import FP8, quantise_weight
 from kernels.operands import BlockFp8
 from model.config import NetworkConfig, network_config
+from model.families import published_config
 from model.network import Network
-from model.shapes import published_config
 from model.stored_weights import SCALES
 from model.tiny import write_without_weights
 from model.tiny_fp8 import quantization_config

@@ -8,7 +8,7 @@ import structlog
 
 from benchmarks import loading
 from benchmarks.loading import cached_share, forget, main
-from model.shapes import published_config
+from model.families import published_config
 from tests.skips import impossible
 
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from kernels.operands import PartialSums
 from kernels.torch_ops import float32_product
+from model.checkpoint import StoredTensor
 from model.stored_weights import StoredWeights
-from model.tensor_files import StoredTensor
 from model.weights import RandomWeights
 from tests.model.fp8_cases import randn
 from tests.model.interpreting import assert_passes_in_interpreter
