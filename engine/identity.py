@@ -1,7 +1,7 @@
 """The identity of a node's model, which prefill and decode nodes compare."""
 
 from control.messages import ModelIdentity
-from model.spec import ModelSpec
+from model.config import ModelSpec
 
 
 def identity_of(spec: ModelSpec) -> ModelIdentity:

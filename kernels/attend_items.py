@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.fp8_kv import PUBLISHED, SCALED_TOGETHER
+from kernels.kv_format import PUBLISHED, SCALED_TOGETHER
 from kernels.launch import DeviceKernel
 from kernels.specialization import Specialization, params_of
 
@@ -50,7 +50,7 @@ class AttendSpecialization(Specialization):
 class ItemsToAttend:
     """What the kernel reads and writes, all on one CUDA device, contiguous.
 
-    queries: bfloat16 [N, heads, 576]. items: uint8 [M, 656], see `kernels.fp8_kv`, M below 2**31. rows: int64
+    queries: bfloat16 [N, heads, 576]. items: uint8 [M, 656], see `kernels.kv_format`, M below 2**31. rows: int64
     [N, k], -1 for none. partial: bfloat16 or float32 [N, heads, splits, 512], of each split of `rows_per_split` rows,
     a multiple of 64, the mean latent by the split's own weights. log_sums: float32 [N, heads, splits], the base-2
     logarithms of the sums of those weights. scale: of scores, in units of log2(e).

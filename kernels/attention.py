@@ -14,9 +14,9 @@ import structlog
 import torch
 
 from base.errors import StartupError
-from kernels.dispatch import ops_for, triton_backend, triton_unavailable_reason
+from kernels.dispatch import ops_for, triton_unavailable_reason
+from kernels.kv_format import KVFormat
 from kernels.operands import IndexQueries, LayerNorm, PagedKeys, RmsNorm, Rope
-from kernels.ops import AttentionBackend, KVCodec
 
 log = structlog.get_logger(__name__)
 
@@ -26,13 +26,13 @@ _MIN_INDEX_DIM = 16
 
 
 class AttentionShapes(Protocol):
-    """What a backend has to fit, see `model.spec.ModelSpec`."""
+    """What a backend has to fit, see `model.config.ModelSpec`."""
 
     @property
     def dtype(self) -> torch.dtype: ...
 
     @property
-    def kv_format(self) -> KVCodec: ...
+    def kv_format(self) -> KVFormat: ...
 
     @property
     def latent_dim(self) -> int: ...
@@ -44,21 +44,29 @@ class AttentionShapes(Protocol):
     def index_dim(self) -> int: ...
 
 
-def choose_backend(name: BackendName, device: torch.device, shapes: AttentionShapes) -> AttentionBackend:
+def choose_backend(name: BackendName, device: torch.device, shapes: AttentionShapes) -> "AttentionBackend":
     """The backend called `name`; `auto` is triton for bfloat16 on CUDA where it can run, else torch.
 
     float32 is for reproducing the reference token by token, which takes the order in which torch breaks ties among
     index scores. Raises StartupError for a backend that cannot run this model on this device.
     """
     if name == "torch" or (name == "auto" and not (device.type == "cuda" and shapes.dtype == torch.bfloat16)):
-        return TorchBackend(shapes.kv_format)
+        return AttentionBackend(shapes.kv_format)
     reason = _triton_reason(device, shapes)
     if reason is None:
         return triton_backend(shapes.kv_format)
     if name == "triton":
         raise StartupError(f"--attention-backend triton {reason}; give --attention-backend torch or auto")
     log.warning("attention is computed by torch, which is slower", why=f"triton {reason}")
-    return TorchBackend(shapes.kv_format)
+    return AttentionBackend(shapes.kv_format)
+
+
+def triton_backend(kv_format: KVFormat) -> "AttentionBackend":
+    """Attention by Triton. Raises ImportError where what compiles csrc/ is missing."""
+    from kernels.triton.attention import Fp8TritonBackend, TritonBackend
+
+    layout = kv_format.fp8_layout
+    return TritonBackend(kv_format) if layout is None else Fp8TritonBackend(kv_format, layout)
 
 
 def _triton_reason(device: torch.device, shapes: AttentionShapes) -> str | None:
@@ -96,25 +104,42 @@ GPU_BLOCK_BYTES = 64 << 20
 """The same on a GPU, so that memory is linear in the length of the context."""
 
 
-class TorchBackend:
-    """Gathers rows and multiplies them; scores each sequence on its own. See `kernels.ops.AttentionBackend`."""
+class AttentionBackend:
+    """The part of sparse attention that depends on how KV is stored. Stateless and deterministic.
+
+    This is the one in plain torch: it gathers rows and multiplies them, and scores each sequence on its own.
+    """
 
     name = "torch"
 
-    def __init__(self, kv_format: KVCodec) -> None:
+    def __init__(self, kv_format: KVFormat) -> None:
         self.format = kv_format
 
     def encode_items(self, compressed: torch.Tensor, norm: RmsNorm, rope: Rope) -> torch.Tensor:
+        """Items as pools store them, uint8 [N, item_bytes].
+
+        compressed: [N, latent_dim + rope_dim], what `kv_a_proj_with_mqa` computes. norm: of the latent.
+        """
         return self.format.encode_items(items_of(compressed, norm, rope))
 
     def encode_index_keys(
         self, projected: torch.Tensor, norm: LayerNorm, rope: Rope, interleaved: bool
     ) -> torch.Tensor:
+        """Index keys as pools store them, uint8 [N, index_key_bytes].
+
+        projected: [N, index_dim], what `wk` computes. interleaved: see `Ops.rotate`.
+        """
         return self.format.encode_index_keys(index_keys_of(projected, norm, rope, interleaved))
 
     def attend_rows(
         self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
     ) -> torch.Tensor:
+        """Attend each query to its own rows of a pool.
+
+        queries: [N, heads, item_dim]. kv: uint8 [num_rows, item_bytes]. rows: int64 [N, k], -1 where there is none. The
+        first row of a query exists, unless it has no rows at all; then its result is finite and meaningless. Returns
+        the attended latents, [N, heads, latent_dim], in the dtype of the queries.
+        """
         block = _queries_at_once(rows.shape[1] * queries.shape[2] * queries.element_size(), queries.device)
         attended = [
             self._attend_block(queries[begin : begin + block], kv, rows[begin : begin + block], scaling, latent_dim)
@@ -125,7 +150,13 @@ class TorchBackend:
     def select_for_prompt(
         self, index: IndexQueries, keys: torch.Tensor, start: int, sequence_length: int, topk: int
     ) -> torch.Tensor:
-        """k is min(topk, sequence_length)."""
+        """Select for the T queries at positions [start, start + T) of a prompt.
+
+        keys: uint8 [start + T, index_key_bytes], of all positions so far. Returns int64 positions [T, k] in any order,
+        where k is at least min(topk, start + T) and at most topk; -1 where a query has fewer positions before it.
+
+        In plain torch k is min(topk, sequence_length).
+        """
         index, num_keys = self._stored_as_keys(index), len(keys)
         # A product of columns that lie one after the other takes a CPU two thirds of the time.
         keys = self.format.index_keys(keys).float().t().contiguous().t()
@@ -143,8 +174,14 @@ class TorchBackend:
         return torch.cat(selections)
 
     def select_for_decode(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
-        """Scores each row over exactly its own length, where the host knows it; k is min(topk, longest sequence), or 1
-        where all are padding. Else scores over all that the page table has room for; k is the least of topk and that.
+        """Select for one query of each request of a batch, over the request's whole sequence.
+
+        Returns int64 positions [batch, k] in any order, where k is at least min(topk, longest sequence) and 1, and at
+        most topk; -1 where a sequence is shorter. Where `pages.lengths` is None nothing waits for the device.
+
+        In plain torch each row is scored over exactly its own length, where the host knows it, and k is min(topk,
+        longest sequence), or 1 where all are padding. Else scores are over all that the page table has room for, and k
+        is the least of topk and that.
         """
         index = self._stored_as_keys(index)
         if pages.lengths is None:

@@ -1,7 +1,7 @@
 """Which implementation of an operation a device and a type get: `kernels.torch_ops` or `kernels.triton`.
 
-The only module that imports kernels where they are needed: a machine without a GPU need not have Triton, nor what
-compiles csrc/.
+This module and `kernels.attention` import kernels where they are needed: a machine without a GPU need not have Triton,
+nor what compiles csrc/.
 """
 
 import functools
@@ -12,7 +12,7 @@ import shutil
 import torch
 
 from kernels import torch_ops
-from kernels.ops import AttentionBackend, KVCodec, Ops
+from kernels.ops import Ops
 
 
 def ops_for(x: torch.Tensor) -> Ops:
@@ -31,14 +31,6 @@ def ops_on(device: torch.device) -> Ops:
     import kernels.triton
 
     return kernels.triton
-
-
-def triton_backend(kv_format: KVCodec) -> AttentionBackend:
-    """Attention by Triton. Raises ImportError where what compiles csrc/ is missing."""
-    from kernels.triton.attention import Fp8TritonBackend, TritonBackend
-
-    layout = kv_format.fp8_layout
-    return TritonBackend(kv_format) if layout is None else Fp8TritonBackend(kv_format, layout)
 
 
 def triton_unavailable_reason() -> str | None:

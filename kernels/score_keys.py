@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.fp8_kv import PUBLISHED
+from kernels.kv_format import PUBLISHED
 from kernels.launch import DeviceKernel
 from kernels.specialization import WARP, Specialization, params_of
 

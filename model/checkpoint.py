@@ -1,4 +1,4 @@
-"""The files of a Hugging Face checkpoint: finds them, checks that they are complete, fingerprints them, and reads tensors.
+"""The files of a Hugging Face checkpoint: found, checked, fingerprinted without loading, and read in parts.
 
 A safetensors file is a length of 8 bytes, a JSON header with dtype, shape and place of each tensor, and the tensors
 (https://github.com/huggingface/safetensors).

@@ -11,8 +11,7 @@ from kernels.operands import Activations, RmsNorm, RouterConfig
 from kernels.torch_ops import swiglu
 from model.config import NetworkConfig
 from model.linear import Linear, given, quantised, swiglu_weights
-from model.routed import RoutedTokens
-from model.shard import NO_EXCHANGE, Exchange, Shard
+from model.shard import NO_EXCHANGE, Exchange, RoutedTokens, Shard
 from model.weights import Weights
 
 

@@ -15,17 +15,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from base.errors import StartupError
 from base.memory import available_host_bytes, human
-from kernels.attention import TorchBackend
+from kernels.attention import AttentionBackend
 from kernels.dispatch import fp8_unavailable_reason
 from kernels.operands import BlockFp8
-from kernels.ops import AttentionBackend
 from kvcache.format import KVCacheDtype
 from model.checkpoint import StoredTensor, find_tensors, fingerprint, read_json, weight_files
-from model.config import read_config
+from model.config import DTYPES, ModelSpec, read_config
 from model.network import Network
 from model.shard import NO_EXCHANGE, SINGLE_RANK, Exchange, Shard
 from model.sparse_model import SparseModel
-from model.spec import ModelSpec
 from model.stored_weights import SCALES, StoredWeights
 from model.weights import RandomWeights
 
@@ -35,8 +33,6 @@ LoadFormat = Literal["auto", "dummy"]
 """Where weights come from: the checkpoint's files, or random numbers."""
 Quantization = Literal["auto", "fp8"]
 """auto: as the checkpoint is. fp8: weights that are in another type become block-fp8 while they are loaded."""
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
@@ -146,7 +142,7 @@ def load_model(
             made.fill(advance)
     if device.type == "cuda":  # the pools need what loading left in the allocator's cache
         torch.cuda.empty_cache()
-    return SparseModel(network, spec, backend or TorchBackend(spec.kv_format))
+    return SparseModel(network, spec, backend or AttentionBackend(spec.kv_format))
 
 
 def _check(path: Path, planned: StoredWeights, stored: Mapping[str, StoredTensor], num_layers: int) -> None:

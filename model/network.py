@@ -7,11 +7,10 @@ import torch
 
 from kernels.dispatch import ops_for
 from kernels.operands import Activations, RmsNorm, Rope
-from model.attention import LatentAttention
+from model.attention import Indexer, LatentAttention
 from model.config import NetworkConfig
 from model.families import LayerKind
 from model.feed_forward import FeedForward, MixtureOfExperts
-from model.indexer import Indexer
 from model.linear import Linear
 from model.shard import NO_EXCHANGE, SINGLE_RANK, Exchange, Shard
 from model.weights import Weights

@@ -7,12 +7,11 @@ import torch
 
 from kernels.operands import BlockFp8
 from kvcache.format import KVCacheDtype
-from model.config import NetworkConfig
+from model.config import ModelSpec, NetworkConfig
 from model.feed_forward import MixtureOfExperts
 from model.linear import Linear
 from model.network import Network
 from model.shard import NO_EXCHANGE, Exchange, Shard
-from model.spec import ModelSpec
 from model.weights import RandomWeights
 
 HBM_BYTES_PER_MS = 4.8e9

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from kernels.attention import AttentionBackend
 from kernels.operands import IndexQueries
-from kernels.ops import AttentionBackend
+from model.config import ModelSpec
 from model.network import Network
 from model.passes import PrefillChunk, PrefillPass
 from model.shard import Shard
 from model.sparse_model import SparseModel
-from model.spec import ModelSpec
 
 GatherRows = Callable[[torch.Tensor], torch.Tensor]
 """The rows of all processes, in their order, of the same number of rows of this one (`Exchange.gather`)."""

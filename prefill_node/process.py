@@ -16,9 +16,9 @@ from engine.chunked import ChunkedPrefill
 from engine.identity import identity_of
 from kvcache.page_cache import PageCache, can_cache
 from kvcache.paged_pool import PagedKVPool, PagedSequence
+from model.config import ModelSpec
 from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
-from model.spec import ModelSpec
 from model.split import SplitModel
 from prefill_node.attempt import HeldAttempt
 from prefill_node.config import PrefillConfig

@@ -11,16 +11,14 @@ from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.sizing import plan_sizes
 from hisparse.tiers import build_tiers
+from kernels.attention import AttentionBackend
 from kernels.fp8 import quantise_activations
 from kernels.operands import IndexQueries, PagedKeys, RouterConfig
-from kernels.ops import AttentionBackend
 from kvcache.format import KVCacheDtype
-from model.config import NetworkConfig, network_config
+from model.config import ModelSpec, NetworkConfig, network_config
 from model.families import ShapeName, published_config
 from model.roofline import RankModel
-from model.routed import RoutedTokens
-from model.shard import NO_EXCHANGE, Exchange
-from model.spec import ModelSpec
+from model.shard import NO_EXCHANGE, Exchange, RoutedTokens
 
 GIB = 2**30
 _INDEX_PAGE = 64

@@ -12,7 +12,7 @@ from kernels.dispatch import ops_for
 from kernels.fp8 import FP8, blocks
 from kernels.operands import BlockFp8, RmsNorm, RouterConfig, SwiGluWeights
 from model.feed_forward import Router
-from model.routed import RoutedTokens
+from model.shard import RoutedTokens
 
 LINEAR = {
     "V3.2 q_a, kv_a, index wk": (2240, 7168),

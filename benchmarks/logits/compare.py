@@ -11,8 +11,7 @@ from benchmarks.logits.checkpoint import SIZES, PublishedShape, RandomCheckpoint
 from benchmarks.logits.forced import forced_logits
 from benchmarks.logits.plain import EXACT, Arithmetic, PlainNetwork
 from kernels.attention import choose_backend
-from kvcache.format import KVCacheDtype
-from kvcache.fp8_format import Fp8Format
+from kvcache.format import Fp8Format, KVCacheDtype
 from model.loader import load_model, read_spec
 
 KV: tuple[KVCacheDtype, ...] = ("bfloat16", "fp8_e4m3")

@@ -4,11 +4,11 @@ import torch
 
 from kernels.attention import choose_backend
 from kvcache.paged_pool import PagedKVPool, PagedSequence
+from model.config import ModelSpec
 from model.passes import PrefillChunk
 from model.roofline import RankModel
 from model.shard import Exchange
 from model.sparse_model import SparseModel
-from model.spec import ModelSpec
 
 _PAGE_SIZE = 64
 _FILL_ROWS = 1 << 14

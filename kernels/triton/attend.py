@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from kernels.attend_items import TILE_HEADS, TILE_ITEMS, ItemsToAttend, attend_items
-from kernels.fp8_kv import PUBLISHED, SCALE_BYTES, SCALED_TOGETHER, Fp8Layout
+from kernels.kv_format import PUBLISHED, SCALE_BYTES, SCALED_TOGETHER, Fp8Layout
 from kernels.launch import is_hopper
 from kernels.triton.launch import MIN_TILE, chained, follow, on, properties, tile_width
 
@@ -61,7 +61,7 @@ class Splits:
 def attend_rows(
     queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
 ) -> torch.Tensor:
-    """Attend each query to its own rows of a pool, of vectors in the queries' type: see `kernels.ops.AttentionBackend`.
+    """Attend each query to its own rows of a pool, of vectors in the queries' type: see `AttentionBackend`.
 
     A query may also have no row at all; it attends to zero. The launch depends on shapes alone and waits for nothing,
     so it can be captured in a CUDA graph. Raises ValueError for tensors that do not fit together.

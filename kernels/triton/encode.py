@@ -1,6 +1,6 @@
 """fp8 KV is written by one kernel per item and one per index key: norm, rotary embedding, rotation, scales and bytes.
 
-`kernels.fp8_kv` has the layouts, `kvcache.fp8_format` the rules. Only the bytes are rounded, and index keys and queries
+`kernels.kv_format` has the layouts, `kvcache.format` the rules. Only the bytes are rounded, and index keys and queries
 to bfloat16, as they are in other formats, before they are multiplied by the Hadamard matrix.
 
 A step calls these kernels for few tokens, so that the time is that of one program: its loads are all issued before any
@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from kernels.fp8 import LEAST_AMAX, MAX
-from kernels.fp8_kv import SCALE_BYTES, SCALED_TOGETHER, Fp8Layout
+from kernels.kv_format import SCALE_BYTES, SCALED_TOGETHER, Fp8Layout
 from kernels.operands import IndexQueries, LayerNorm, RmsNorm, Rope
 from kernels.triton.launch import MIN_TILE, chained, follow, on
 

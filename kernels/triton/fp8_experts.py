@@ -49,7 +49,7 @@ def experts_fp8(
     """See `kernels.ops.Ops`. H and W have to be multiples of 16 and of 128.
 
     x: float8_e4m3fn [T, H]; x_scales: float32 [T, H / 128 rounded up], of any strides; ids: int32 or int64 [T, k];
-    weights: float32 [T, k]. The rows of each may lie apart, as those of `model.routed.RoutedTokens` do. Raises
+    weights: float32 [T, k]. The rows of each may lie apart, as those of `model.shard.RoutedTokens` do. Raises
     ValueError for tensors that do not fit together.
     """
     gate_up, down = experts.gate_up, experts.down

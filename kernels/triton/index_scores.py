@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from kernels.fp8_kv import SCALE_BYTES
+from kernels.kv_format import SCALE_BYTES
 from kernels.launch import is_hopper
 from kernels.operands import IndexQueries, PagedKeys
 from kernels.score_keys import PagesToScore, PromptToScore, score_pages, score_prompt

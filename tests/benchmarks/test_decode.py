@@ -19,7 +19,7 @@ from kernels.attention import choose_backend
 from kernels.operands import RouterConfig
 from model.config import network_config
 from model.roofline import HBM_BYTES_PER_MS, RankModel, StepPart, Work, work_of_step
-from model.routed import RoutedTokens
+from model.shard import RoutedTokens
 from model.sparse_model import SparseModel
 
 ROOT = Path(__file__).resolve().parents[2]

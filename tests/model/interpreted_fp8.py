@@ -11,7 +11,7 @@ from kernels.triton import add_rms_norm, experts_fp8, fp8_experts, linear_fp8, r
 from kernels.triton.fp8_quantise import quantise, swiglu_quantise
 from kernels.triton.fp8_tile import Tiling
 from kernels.triton.routing import sort_pairs
-from model.routed import RoutedTokens
+from model.shard import RoutedTokens
 from tests.model.fp8_cases import close, expert_case, randn, routed, weight
 from tests.model.fp8_kernels import experts, linear, mlp
 

@@ -11,9 +11,9 @@ from kernels import dispatch, torch_ops
 from kernels.operands import IndexQueries, LayerNorm, PartialSums, RmsNorm, Rope, RouterConfig
 from kernels.triton.encode import encode_index_keys, encode_index_queries, encode_items
 from kernels.triton.router import choose_experts, partial_products
-from kvcache.fp8_format import Fp8Format, quantise, rotate
+from kvcache.format import Fp8Format, quantise, rotate
 from model.feed_forward import Router
-from model.routed import RoutedTokens
+from model.shard import RoutedTokens
 from tests.model.fp8_cases import randn
 from tests.model.test_attention import random_attention
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from base.errors import StartupError
 from model import stored_weights
+from model.config import ModelSpec
 from model.loader import load_model, read_spec
-from model.spec import ModelSpec
 from model.tiny import write_tiny_checkpoint
 
 CPU = torch.device("cpu")

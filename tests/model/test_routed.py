@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.fp8 import quantise_activations
-from model.routed import RoutedTokens
+from model.shard import RoutedTokens
 from tests.model.fp8_cases import randn
 from tests.model.interpreting import assert_passes_in_interpreter
 
