@@ -1,5 +1,6 @@
 """What the hardware needs at least for the parts of a decode step and of a prompt's chunk (a roofline model)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -10,7 +11,7 @@ from kvcache.format import KVCacheDtype
 from model.config import ModelSpec, NetworkConfig
 from model.feed_forward import MixtureOfExperts
 from model.linear import Linear
-from model.network import Network
+from model.network import Layer, Network
 from model.shard import NO_EXCHANGE, Exchange, Shard
 from model.weights import RandomWeights
 
@@ -40,6 +41,15 @@ class Work:
     operations: float = 0.0
     in_fp8: bool = False
     link_bytes: float = 0.0
+
+    def __add__(self, other: "Work") -> "Work":
+        """Both, of one type of numbers."""
+        return Work(
+            self.num_bytes + other.num_bytes,
+            self.operations + other.operations,
+            self.in_fp8 or other.in_fp8,
+            self.link_bytes + other.link_bytes,
+        )
 
     def ms(self, link_gb_per_s: float) -> float:
         """The larger of what memory and tensor cores take, and what the link takes after that."""
@@ -91,36 +101,23 @@ def work_of_step(model: RankModel, batch: int, context: int, missed: float, rank
     Weights are read once, of routed experts those that random choices of the group's tokens hit, on average; items,
     index keys and scores once. In fp8 a rank chooses experts for its own tokens, else for the group's.
     """
-    config, spec = model.config, model.spec
+    config, spec, router = model.config, model.spec, model.config.router
     layers, index_layers = spec.num_layers, spec.num_index_layers
-    heads, top_k = config.heads, min(config.index_topk, context)
-    projections = experts = 0.0
-    projected = expert_operations = 0.0
     tokens = batch * rank_of
-    router = config.router
     hit = 1 - (1 - router.top_k / router.experts) ** tokens
-    in_fp8 = False
+    projections = experts = Work()
     for layer in model.network.layers:
-        attention, mlp = layer.attention, layer.mlp
-        maps = [layer.down, layer.query_b, attention.out]
-        if isinstance(mlp, MixtureOfExperts):
-            one = bytes_of(mlp.gate_up[0]) + bytes_of(mlp.down[0])
-            elements = mlp.gate_up[0].weight.numel() + mlp.down[0].weight.numel()
-            experts += one * (mlp.number * hit + 1) + mlp.router.weight.nbytes
+        projections += _products([*_dense_maps(layer), *_absorbed(layer)], batch)
+        if isinstance(mlp := layer.mlp, MixtureOfExperts):
+            one = _products([mlp.gate_up[0], mlp.down[0]], 1)
             routed = tokens * router.top_k * mlp.number / router.experts
-            chosen_for = batch if mlp.gate_up.fp8 else tokens
-            expert_operations += 2 * elements * (routed + batch) + 2 * chosen_for * mlp.router.weight.numel()
-            in_fp8 |= mlp.gate_up.scales is not None
-        else:
-            maps += [mlp.gate_up, mlp.down]
-        absorbed = attention.key_map, attention.value_map
-        projections += sum(map(bytes_of, maps)) + sum(part.numel() * part.element_size() for part in absorbed)
-        projected += 2 * batch * (sum(m.weight.numel() for m in maps) + sum(part.numel() for part in absorbed))
+            experts += Work(one.num_bytes * (mlp.number * hit + 1), one.operations * (routed + batch), one.in_fp8)
+            experts += _products([Linear(mlp.router.weight)], batch if mlp.gate_up.fp8 else tokens)
     item_bytes, key_bytes = spec.kv_format.item_bytes, spec.kv_format.index_key_bytes
-    head = model.network.head
+    head, top_k = model.network.head, min(config.index_topk, context)
     return {
-        StepPart.PROJECTIONS: (Work(projections, projected, in_fp8), Work(head.nbytes, 2 * batch * head.numel())),
-        StepPart.EXPERTS: (Work(experts, expert_operations, in_fp8),),
+        StepPart.PROJECTIONS: (projections, Work(head.nbytes, 2 * batch * head.numel())),
+        StepPart.EXPERTS: (experts,),
         StepPart.INDEX: (
             Work(
                 index_layers * batch * context * key_bytes,
@@ -133,16 +130,11 @@ def work_of_step(model: RankModel, batch: int, context: int, missed: float, rank
         StepPart.ATTENTION: (
             Work(
                 layers * batch * top_k * item_bytes,
-                2 * layers * batch * top_k * heads * (spec.item_dim + spec.latent_dim),
+                2 * layers * batch * top_k * config.heads * (spec.item_dim + spec.latent_dim),
             ),
         ),
         StepPart.REST: (),
     }
-
-
-def bytes_of(linear: Linear) -> int:
-    """Of a linear map's weights and scales."""
-    return linear.weight.nbytes + (0 if linear.scales is None else linear.scales.nbytes)
 
 
 def work_of_chunk(model: RankModel, context: int, chunk: int, rank_of: int) -> Works:
@@ -152,32 +144,22 @@ def work_of_chunk(model: RankModel, context: int, chunk: int, rank_of: int) -> W
     are read once; every token of the group chooses experts at random. A position is scored by the tokens from it on.
     With experts in fp8 a rank multiplies its own tokens by the router, else those of the group: see `timing.PARTS`.
     """
-    projections, maps, experts, router = (_Sum() for _ in range(4))
     *whole, last = model.network.layers
+    projections, maps, experts, router = _products([last.down], chunk), Work(), Work(), Work()
     for layer in whole:
-        projections.add(layer.down, chunk)
-        projections.add(layer.query_b, chunk)
-        projections.add(layer.attention.out, chunk)
-        for absorbed in (layer.attention.key_map, layer.attention.value_map):
-            maps.add(Linear(absorbed), chunk)
-        mlp = layer.mlp
-        if isinstance(mlp, MixtureOfExperts):
+        projections += _products(_dense_maps(layer), chunk)
+        maps += _products(_absorbed(layer), chunk)
+        if isinstance(mlp := layer.mlp, MixtureOfExperts):
             tokens = chunk * rank_of
             routed = tokens * mlp.router.config.top_k / mlp.router.config.experts
-            for stacked in (mlp.gate_up, mlp.down):
-                experts.add(_some(stacked, slice(mlp.number)), routed)
-                experts.add(_some(stacked, slice(mlp.number, None)), chunk)
+            stacks = (mlp.gate_up, mlp.down)
+            experts += _products([_some(stack, slice(mlp.number)) for stack in stacks], routed)
+            experts += _products([_some(stack, slice(mlp.number, None)) for stack in stacks], chunk)
+            experts += _products([mlp.shared.gate_up, mlp.shared.down] if mlp.shared else [], chunk)
             if mlp.gate_up.fp8:
-                maps.add(Linear(mlp.router.weight), chunk)
+                maps += _products([Linear(mlp.router.weight)], chunk)
             else:
-                router.add(Linear(mlp.router.weight), tokens)
-            if mlp.shared:
-                experts.add(mlp.shared.gate_up, chunk)
-                experts.add(mlp.shared.down, chunk)
-        else:
-            projections.add(mlp.gate_up, chunk)
-            projections.add(mlp.down, chunk)
-    projections.add(last.down, chunk)
+                router += _products([Linear(mlp.router.weight)], tokens)
 
     spec, config = model.spec, model.config
     start = context - chunk
@@ -195,8 +177,8 @@ def work_of_chunk(model: RankModel, context: int, chunk: int, rank_of: int) -> W
         2 * len(whole) * selected * config.heads * (spec.item_dim + spec.latent_dim),
     )
     return {
-        StepPart.PROJECTIONS: (projections.work, maps.work),
-        StepPart.EXPERTS: (experts.work, router.work),
+        StepPart.PROJECTIONS: (projections, maps),
+        StepPart.EXPERTS: (experts, router),
         StepPart.INDEX: (index,),
         StepPart.TOP_K: (top_k,),
         StepPart.ATTENTION: (attention,),
@@ -204,18 +186,26 @@ def work_of_chunk(model: RankModel, context: int, chunk: int, rank_of: int) -> W
     }
 
 
-class _Sum:
-    """The work of several linear maps of one type."""
+def _products(maps: Sequence[Linear], tokens: float) -> Work:
+    """The work of linear maps, or of stacks of them, each of which computes that many tokens."""
+    num_bytes = sum(map(bytes_of, maps))
+    operations = 2 * tokens * sum(linear.weight.numel() for linear in maps)
+    return Work(num_bytes, operations, any(linear.scales is not None for linear in maps))
 
-    def __init__(self) -> None:
-        self.work = Work()
 
-    def add(self, linear: Linear, tokens: float) -> None:
-        """One that computes so many tokens, or a stack of which each map does."""
-        operations = 2 * tokens * linear.weight.numel()
-        in_fp8 = linear.scales is not None
-        before = self.work
-        self.work = Work(before.num_bytes + bytes_of(linear), before.operations + operations, in_fp8)
+def bytes_of(linear: Linear) -> int:
+    """Of a linear map's weights and scales."""
+    return linear.weight.nbytes + (0 if linear.scales is None else linear.scales.nbytes)
+
+
+def _dense_maps(layer: Layer) -> list[Linear]:
+    """All linear maps of a layer but those of a mixture of experts and `_absorbed`."""
+    dense = [] if isinstance(layer.mlp, MixtureOfExperts) else [layer.mlp.gate_up, layer.mlp.down]
+    return [layer.down, layer.query_b, layer.attention.out, *dense]
+
+
+def _absorbed(layer: Layer) -> list[Linear]:
+    return [Linear(layer.attention.key_map), Linear(layer.attention.value_map)]
 
 
 def _some(stack: Linear, maps: slice) -> Linear:

@@ -94,16 +94,16 @@ class SparseModel:
         rope = network.config.rope.at(positions, hidden.dtype)
         for number, layer in enumerate(network.layers):
             hidden, normed = ops.add_rms_norm(hidden, addend, layer.input_norm, layer.down.fp8)
-            projected = layer.project(normed, rope)
+            query_latents, index_keys, compressed = layer.project(normed, rope)
             attention, indexer = layer.attention, layer.indexer
-            forward_pass.store(number, backend.encode_items(projected.compressed, attention.latent_norm, rope))
+            forward_pass.store(number, backend.encode_items(compressed, attention.latent_norm, rope))
             if indexer:
-                keys = backend.encode_index_keys(projected.index_keys, indexer.key_norm, rope, indexer.interleaved)
+                keys = backend.encode_index_keys(index_keys, indexer.key_norm, rope, indexer.interleaved)
                 forward_pass.store_index_keys(number, keys)
             on_layer(number)
             if kv_only and number == len(network.layers) - 1:
                 break
-            projected_queries, index_queries = layer.project_queries(projected.query_latents)
+            projected_queries, index_queries = layer.project_queries(query_latents)
             queries = attention.queries(projected_queries, rope)
             index = indexer.queries(normed.dense, index_queries, rope) if indexer else None
             attended = forward_pass.attend(number, queries, index, network.config.scaling)
