@@ -29,7 +29,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, lacking: str = "") -> None:
     monkeypatch.setitem(sys.modules, "triton", None if lacking == "triton" else types.ModuleType("triton"))
     monkeypatch.setattr(shutil, "which", lambda name: None if lacking == "compiler" else f"/usr/bin/{name}")
     if lacking == "kernels":
-        for name in ("kernels.top_k", "kernels.launch", "kernels.nvrtc"):
+        for name in ("kernels.top_k", "kernels.launch"):
             monkeypatch.delitem(sys.modules, name, raising=False)
         monkeypatch.setitem(sys.modules, "cuda.bindings", None)
 
