@@ -1,4 +1,4 @@
-"""Attention backends: which of them a node runs, and the one in plain torch.
+"""Attention backends: the one in plain torch, and where that of Triton comes from.
 
 The torch backend runs anywhere, and in float32 selects what transformers selects.
 
@@ -7,58 +7,11 @@ the row. To select the same positions as the reference, a row has the length tha
 query of the prompt, the sequence so far for a decoded token.
 """
 
-import importlib
-from typing import Literal, Protocol
-
-import structlog
 import torch
 
-from base.errors import StartupError
-from kernels.dispatch import ops_for, triton_unavailable_reason
+from kernels.dispatch import ops_for
 from kernels.kv_format import KVFormat
 from kernels.operands import IndexQueries, LayerNorm, PagedKeys, RmsNorm, Rope
-
-log = structlog.get_logger(__name__)
-
-BackendName = Literal["auto", "triton", "torch"]
-_MIN_INDEX_DIM = 16
-"""The least that a tensor core multiplies in fp8."""
-
-
-class AttentionShapes(Protocol):
-    """What a backend has to fit, see `model.config.ModelSpec`."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def kv_format(self) -> KVFormat: ...
-
-    @property
-    def latent_dim(self) -> int: ...
-
-    @property
-    def item_dim(self) -> int: ...
-
-    @property
-    def index_dim(self) -> int: ...
-
-
-def choose_backend(name: BackendName, device: torch.device, shapes: AttentionShapes) -> "AttentionBackend":
-    """The backend called `name`; `auto` is triton for bfloat16 on CUDA where it can run, else torch.
-
-    float32 is for reproducing the reference token by token, which takes the order in which torch breaks ties among
-    index scores. Raises StartupError for a backend that cannot run this model on this device.
-    """
-    if name == "torch" or (name == "auto" and not (device.type == "cuda" and shapes.dtype == torch.bfloat16)):
-        return AttentionBackend(shapes.kv_format)
-    reason = _triton_reason(device, shapes)
-    if reason is None:
-        return triton_backend(shapes.kv_format)
-    if name == "triton":
-        raise StartupError(f"--attention-backend triton {reason}; give --attention-backend torch or auto")
-    log.warning("attention is computed by torch, which is slower", why=f"triton {reason}")
-    return AttentionBackend(shapes.kv_format)
 
 
 def triton_backend(kv_format: KVFormat) -> "AttentionBackend":
@@ -67,34 +20,6 @@ def triton_backend(kv_format: KVFormat) -> "AttentionBackend":
 
     layout = kv_format.fp8_layout
     return TritonBackend(kv_format) if layout is None else Fp8TritonBackend(kv_format, layout)
-
-
-def _triton_reason(device: torch.device, shapes: AttentionShapes) -> str | None:
-    """Why the Triton backend cannot compute this model on this device; None if it can."""
-    if device.type != "cuda":
-        return f"runs on CUDA devices, not on {device}"
-    if reason := triton_unavailable_reason():
-        return reason
-    try:
-        importlib.import_module("kernels.top_k")
-    except ImportError as error:
-        return f"needs {error.name}, which compiles its top-k kernel: install hisparse-pd[kernels]"
-    if shapes.kv_format.fp8_layout:
-        if shapes.dtype != torch.bfloat16:
-            return f"reads fp8 KV in bfloat16 models, not in {shapes.dtype}"
-        if shapes.index_dim < _MIN_INDEX_DIM:
-            return f"reads fp8 index keys with an index_head_dim of {_MIN_INDEX_DIM} or more, not {shapes.index_dim}"
-    elif shapes.kv_format.name != (computed := str(shapes.dtype).removeprefix("torch.")):
-        return f"reads KV of the type that it computes in, {computed}, or fp8_e4m3, not {shapes.kv_format.name}"
-    # What the registers and the shared memory of one program of the Triton kernels hold.
-    for what, size, limit in (
-        ("kv_lora_rank", shapes.latent_dim, 512),
-        ("qk_rope_head_dim", shapes.item_dim - shapes.latent_dim, 64),
-        ("index_head_dim", shapes.index_dim, 128),
-    ):
-        if size > limit:
-            return f"takes a {what} of at most {limit}, not {size}"
-    return None
 
 
 CPU_BLOCK_BYTES = 8 << 20

@@ -1,5 +1,6 @@
-"""Loads a Hugging Face checkpoint of a sparse-attention model."""
+"""Loads a Hugging Face checkpoint of a sparse-attention model, and chooses what computes its attention."""
 
+import importlib
 import re
 import sys
 import time
@@ -15,8 +16,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from base.errors import StartupError
 from base.memory import available_host_bytes, human
-from kernels.attention import AttentionBackend
-from kernels.dispatch import fp8_unavailable_reason
+from kernels.attention import AttentionBackend, triton_backend
+from kernels.dispatch import fp8_unavailable_reason, triton_unavailable_reason
 from kernels.operands import BlockFp8
 from kvcache.format import KVCacheDtype
 from model.checkpoint import StoredTensor, find_tensors, fingerprint, read_json, weight_files
@@ -34,6 +35,9 @@ LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["auto", "fp8"]
 """auto: as the checkpoint is. fp8: weights that are in another type become block-fp8 while they are loaded."""
 
+BackendName = Literal["auto", "triton", "torch"]
+_MIN_INDEX_DIM = 16
+"""The least that a tensor core multiplies in fp8."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
 _NAMED = 3
@@ -143,6 +147,51 @@ def load_model(
     if device.type == "cuda":  # the pools need what loading left in the allocator's cache
         torch.cuda.empty_cache()
     return SparseModel(network, spec, backend or AttentionBackend(spec.kv_format))
+
+
+def choose_backend(name: BackendName, device: torch.device, spec: ModelSpec) -> AttentionBackend:
+    """The backend called `name`; `auto` is triton for bfloat16 on CUDA where it can run, else torch.
+
+    float32 is for reproducing the reference token by token, which takes the order in which torch breaks ties among
+    index scores. Raises StartupError for a backend that cannot run this model on this device.
+    """
+    if name == "torch" or (name == "auto" and not (device.type == "cuda" and spec.dtype == torch.bfloat16)):
+        return AttentionBackend(spec.kv_format)
+    reason = _triton_reason(device, spec)
+    if reason is None:
+        return triton_backend(spec.kv_format)
+    if name == "triton":
+        raise StartupError(f"--attention-backend triton {reason}; give --attention-backend torch or auto")
+    log.warning("attention is computed by torch, which is slower", why=f"triton {reason}")
+    return AttentionBackend(spec.kv_format)
+
+
+def _triton_reason(device: torch.device, spec: ModelSpec) -> str | None:
+    """Why the Triton backend cannot compute this model on this device; None if it can."""
+    if device.type != "cuda":
+        return f"runs on CUDA devices, not on {device}"
+    if reason := triton_unavailable_reason():
+        return reason
+    try:
+        importlib.import_module("kernels.top_k")
+    except ImportError as error:
+        return f"needs {error.name}, which compiles its top-k kernel: install hisparse-pd[kernels]"
+    if spec.kv_format.fp8_layout:
+        if spec.dtype != torch.bfloat16:
+            return f"reads fp8 KV in bfloat16 models, not in {spec.dtype}"
+        if spec.index_dim < _MIN_INDEX_DIM:
+            return f"reads fp8 index keys with an index_head_dim of {_MIN_INDEX_DIM} or more, not {spec.index_dim}"
+    elif spec.kv_format.name != (computed := str(spec.dtype).removeprefix("torch.")):
+        return f"reads KV of the type that it computes in, {computed}, or fp8_e4m3, not {spec.kv_format.name}"
+    # What the registers and the shared memory of one program of the Triton kernels hold.
+    for what, size, limit in (
+        ("kv_lora_rank", spec.latent_dim, 512),
+        ("qk_rope_head_dim", spec.item_dim - spec.latent_dim, 64),
+        ("index_head_dim", spec.index_dim, 128),
+    ):
+        if size > limit:
+            return f"takes a {what} of at most {limit}, not {size}"
+    return None
 
 
 def _check(path: Path, planned: StoredWeights, stored: Mapping[str, StoredTensor], num_layers: int) -> None:

@@ -17,10 +17,10 @@ from base.version import VERSION
 from control.codec import PROTOCOL_VERSION
 from control.messages import CheckpointIdentity, Role
 from engine.identity import identity_of
-from kernels.attention import AttentionBackend, choose_backend
+from kernels.attention import AttentionBackend
 from kernels.dispatch import fp8_unavailable_reason
 from model.config import ModelSpec
-from model.loader import load_model, read_spec, resolve_dtype
+from model.loader import choose_backend, load_model, read_spec, resolve_dtype
 from model.shard import Exchange
 from model.sparse_model import SparseModel
 from ranks.group import RankGroup, Ranks, SingleRank

@@ -2,9 +2,9 @@
 
 import torch
 
-from kernels.attention import choose_backend
 from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.config import ModelSpec
+from model.loader import choose_backend
 from model.passes import PrefillChunk
 from model.roofline import RankModel
 from model.shard import Exchange

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from base.errors import StartupError
-from kernels.attention import choose_backend
 from model.config import ModelSpec
-from model.loader import read_spec
+from model.loader import choose_backend, read_spec
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
