@@ -35,8 +35,7 @@ from model.linear import Linear
 from model.loader import load_model, read_spec
 from model.network import Network
 from model.stored_weights import SCALES
-from model.tiny import write_without_weights
-from model.tiny_fp8 import quantization_config
+from model.tiny import quantization_config, write_without_weights
 from model.weights import FP8_COLUMNS, Parts, Weights
 
 _SHARD_BYTES = 4 << 30

@@ -60,6 +60,10 @@ class _ScoreSpecialization(Specialization):
     def fixed_bytes(self) -> int:
         """Shared memory whatever the batch."""
 
+    @property
+    def shared_bytes(self) -> int:
+        return self.fixed_bytes
+
 
 class PageScoreSpecialization(_ScoreSpecialization):
     """csrc/score_pages.cu. stages: pieces of 16 keys that each warp fetches ahead."""
@@ -91,10 +95,6 @@ class PromptScoreSpecialization(_ScoreSpecialization):
     def fixed_bytes(self) -> int:
         """Queries and weights of all rounds, and where they may begin."""
         return _ALIGNMENT + self.stages * QUERIES_PER_ROUND * self.heads * (PUBLISHED.index_dim + 4)
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.fixed_bytes
 
     def constants(self) -> dict[str, int | str]:
         return {**super().constants(), "QUERIES": QUERIES_PER_ROUND}
