@@ -17,7 +17,7 @@ from ranks.barrier import GroupFailed
 from ranks.group import SingleRank
 from ranks.place import RankPlace
 from tests.gpu import ranks_program
-from tests.model.fp8_cases import randn, routed
+from tests.kernels.fp8_cases import randn, routed
 from tests.ranks.ranks_harness import forked, join
 
 STEPS = 200

@@ -1,6 +1,4 @@
-"""The kernels of routers and indexers in Triton's interpreter. `test_small_kernels.py` runs this file."""
-
-import tests.model.triton_interpreter  # isort: skip
+"""The kernels of routers and indexers in Triton's interpreter."""
 
 import pytest
 import torch
@@ -14,10 +12,8 @@ from kernels.triton.router import choose_experts, partial_products
 from kvcache.format import Fp8Format, quantise, rotate
 from model.feed_forward import Router
 from model.shard import RoutedTokens
-from tests.model.fp8_cases import randn
+from tests.kernels.fp8_cases import randn
 from tests.model.test_attention import random_attention
-
-assert tests.model.triton_interpreter
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,6 +1,4 @@
-"""The kernels of block-fp8 weights in Triton's interpreter, against `kernels.fp8`. `test_fp8.py` runs this file."""
-
-import tests.model.triton_interpreter  # isort: skip
+"""The kernels of block-fp8 weights in Triton's interpreter, against `kernels.fp8`."""
 
 import pytest
 import torch
@@ -12,10 +10,8 @@ from kernels.triton.fp8_quantise import quantise, swiglu_quantise
 from kernels.triton.fp8_tile import Tiling
 from kernels.triton.routing import sort_pairs
 from model.shard import RoutedTokens
-from tests.model.fp8_cases import close, expert_case, randn, routed, weight
-from tests.model.fp8_kernels import experts, linear, mlp
-
-assert tests.model.triton_interpreter
+from tests.kernels.fp8_cases import close, expert_case, randn, routed, weight
+from tests.kernels.fp8_kernels import experts, linear, mlp
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])

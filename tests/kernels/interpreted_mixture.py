@@ -1,6 +1,4 @@
-"""Layers behind a norm in block-fp8 in Triton's interpreter, whole and divided. `test_routed.py` runs this file."""
-
-import tests.model.triton_interpreter  # isort: skip
+"""Layers behind a norm in block-fp8 in Triton's interpreter, whole and divided."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +14,7 @@ from kernels.operands import PartialSums, RmsNorm, RouterConfig, SwiGluWeights
 from model.feed_forward import FeedForward, MixtureOfExperts, Router
 from model.linear import Linear
 from model.shard import NO_EXCHANGE, SINGLE_RANK, Exchange, Shard
-from tests.model.fp8_cases import close, randn, weight
-
-assert tests.model.triton_interpreter
+from tests.kernels.fp8_cases import close, randn, weight
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 272, 128, 8, 3
 TOKENS = 8
