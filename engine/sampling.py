@@ -18,8 +18,8 @@ import torch
 from control.messages import Sampling, Token
 from engine.adjustments import adjusts
 from engine.masking import few_allowed, masked
-from kernels.dispatch import ops_on
 from kernels.operands import Threshold
+from kernels.ops import ops_on
 
 _NUMBERS_AHEAD = 64
 

@@ -9,9 +9,9 @@ query of the prompt, the sequence so far for a decoded token.
 
 import torch
 
-from kernels.dispatch import ops_for
 from kernels.kv_format import KVFormat
 from kernels.operands import IndexQueries, LayerNorm, PagedKeys, RmsNorm, Rope
+from kernels.ops import ops_for
 
 
 def triton_backend(kv_format: KVFormat) -> "AttentionBackend":

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.dispatch import ops_for
 from kernels.operands import IndexQueries, LayerNorm, RmsNorm, Rope
+from kernels.ops import ops_for
 from model.config import NetworkConfig
-from model.linear import Linear
-from model.weights import Weights
+from model.weights import Linear, Weights
 
 _NORM_EPS = 1e-6
 """Of norms of latents and index keys, in transformers and in DeepSeek's code, whatever `rms_norm_eps` is."""

@@ -17,8 +17,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from base.errors import StartupError
 from base.memory import available_host_bytes, human
 from kernels.attention import AttentionBackend, triton_backend
-from kernels.dispatch import fp8_unavailable_reason, triton_unavailable_reason
 from kernels.operands import BlockFp8
+from kernels.ops import fp8_unavailable_reason, triton_unavailable_reason
 from kvcache.format import KVCacheDtype
 from model.checkpoint import StoredTensor, find_tensors, fingerprint, read_json, weight_files
 from model.config import DTYPES, ModelSpec, read_config

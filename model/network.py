@@ -4,15 +4,14 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.dispatch import ops_for
 from kernels.operands import Activations, RmsNorm, Rope
+from kernels.ops import ops_for
 from model.attention import Indexer, LatentAttention
 from model.config import NetworkConfig
 from model.families import LayerKind
 from model.feed_forward import FeedForward, MixtureOfExperts
-from model.linear import Linear
 from model.shard import NO_EXCHANGE, SINGLE_RANK, Exchange, Shard
-from model.weights import Weights
+from model.weights import Linear, Weights
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ maps positions to rows, a decode cache swaps positions in and returns their rows
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -71,6 +71,10 @@ class PrefillChunk:
     @property
     def stop(self) -> int:
         return self.start + len(self.token_ids)
+
+    def part(self, tokens: range) -> "PrefillChunk":
+        """Some of its tokens, counted from its first."""
+        return replace(self, token_ids=self.token_ids[tokens.start : tokens.stop], start=self.start + tokens.start)
 
 
 class DecodePass:

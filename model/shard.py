@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Protocol
 
 import torch
 
@@ -58,35 +57,28 @@ SINGLE_RANK = Shard()
 """One process computes everything."""
 
 
-class Exchange(Protocol):
-    """What the processes of a group exchange around a mixture of experts, of which each has some."""
+class Exchange:
+    """What the processes of a group exchange around a mixture of experts, of which each has some.
+
+    The methods here are those of a process that has all tokens and all experts.
+    """
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """A row for each of all processes' tokens, [M, width], of those of this process's, [N, width], of any dtype:
         hidden states, or what `RoutedTokens` are packed in."""
+        return rows
 
     def own(self, count: int) -> range:
         """Which of the M are this process's `count` tokens."""
+        return range(count)
 
     def reduce(self, parts: torch.Tensor) -> torch.Tensor:
         """What all processes contribute to this process's tokens, [N, hidden_size], of what each computed, [M,
         hidden_size]."""
-
-
-class NoExchange:
-    """One process has all tokens and all experts."""
-
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows
-
-    def own(self, count: int) -> range:
-        return range(count)
-
-    def reduce(self, parts: torch.Tensor) -> torch.Tensor:
         return parts
 
 
-NO_EXCHANGE: Exchange = NoExchange()
+NO_EXCHANGE = Exchange()
 
 
 @dataclass(frozen=True)

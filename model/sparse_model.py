@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.attention import AttentionBackend
-from kernels.dispatch import ops_for
+from kernels.ops import ops_for
 from model.config import ModelSpec
 from model.network import Network
 from model.passes import DecodeCache, DecodePass, PrefillChunk, PrefillPass

@@ -17,8 +17,7 @@ from base.errors import StartupError
 from kernels.fp8 import BLOCK, FP8, blocks, dequantise, quantise_weight
 from kernels.operands import BlockFp8
 from model.checkpoint import StoredTensor
-from model.linear import Linear
-from model.weights import FP8_COLUMNS, Parts, Weights, can_be_fp8
+from model.weights import FP8_COLUMNS, Linear, Parts, Weights, can_be_fp8
 
 _PIECE_BYTES = 32 << 20
 """Read at once by a thread, which has two buffers of that size."""

@@ -18,7 +18,7 @@ from control.codec import PROTOCOL_VERSION
 from control.messages import CheckpointIdentity, Role
 from engine.identity import identity_of
 from kernels.attention import AttentionBackend
-from kernels.dispatch import fp8_unavailable_reason
+from kernels.ops import fp8_unavailable_reason
 from model.config import ModelSpec
 from model.loader import choose_backend, load_model, read_spec, resolve_dtype
 from model.shard import Exchange

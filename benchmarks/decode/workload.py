@@ -1,7 +1,7 @@
 """A model with published widths and random weights, requests that it decodes, and what it is made to select."""
 
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from transformers import AutoConfig
@@ -27,7 +27,7 @@ _MORE_TOKENS = 512
 """Tokens that a request may get after its admission."""
 
 
-class Strangers:
+class Strangers(Exchange):
     """Stands for a group whose other processes have as many tokens. Nothing is exchanged.
 
     Their hidden states are random; so are the experts that they choose, where a process gathers routed tokens.
@@ -60,9 +60,6 @@ class Strangers:
         tokens.ids.copy_(order.topk(self._router.top_k).indices)
         tokens.weights.fill_(1 / self._router.top_k)
         return tokens.rows
-
-    def own(self, count: int) -> range:
-        return range(count)
 
     def reduce(self, parts: torch.Tensor) -> torch.Tensor:
         return parts[: len(parts) // self._of]
@@ -108,7 +105,7 @@ def model_of(
 ) -> RankModel:
     """The same, of these sizes."""
     group = config.rank_of > 1
-    exchange = cast(Exchange, Strangers(config.rank_of, sizes.hidden_size, sizes.router)) if group else NO_EXCHANGE
+    exchange = Strangers(config.rank_of, sizes.hidden_size, sizes.router) if group else NO_EXCHANGE
     return RankModel.build(
         sizes,
         ranks=config.rank_of,

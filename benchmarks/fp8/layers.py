@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 from benchmarks.graph_timing import median_us
-from kernels.dispatch import ops_for
 from kernels.fp8 import FP8, blocks
 from kernels.operands import BlockFp8, RmsNorm, RouterConfig, SwiGluWeights
+from kernels.ops import ops_for
 from model.feed_forward import Router
 from model.shard import RoutedTokens
 

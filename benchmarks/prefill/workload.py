@@ -37,7 +37,7 @@ class Prompt:
         self._model.prefill([self._chunk])
 
 
-class MarkedExchange:
+class MarkedExchange(Exchange):
     """Tells when experts begin and end: what they compute lies between gathering and reducing."""
 
     def __init__(self, inner: Exchange, device: torch.device) -> None:

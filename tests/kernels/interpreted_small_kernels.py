@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import kernels.triton
-from kernels import dispatch, torch_ops
+from kernels import ops, torch_ops
 from kernels.operands import IndexQueries, LayerNorm, PartialSums, RmsNorm, Rope, RouterConfig
 from kernels.triton.encode import encode_index_keys, encode_index_queries, encode_items
 from kernels.triton.router import choose_experts, partial_products
@@ -77,7 +77,7 @@ def test_a_router_makes_and_adds_up_parts(tokens: int, monkeypatch: pytest.Monke
     rule = Router(weight, 0.1 * randn(32, seed=2), config)
     hidden = randn(tokens, 600).bfloat16()
     their_weights, their_ids = rule.route(hidden)
-    monkeypatch.setattr(dispatch, "ops_on", lambda device: kernels.triton)
+    monkeypatch.setattr(ops, "ops_on", lambda device: kernels.triton)
     weights, ids = rule.route(hidden)
     empty = torch.zeros(tokens, 32)
     torch.testing.assert_close(empty.scatter(1, ids, weights), empty.scatter(1, their_ids, their_weights))

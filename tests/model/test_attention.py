@@ -5,7 +5,7 @@ from kernels.operands import RmsNorm, Rope
 from kernels.torch_ops import rotate
 from kvcache.format import DenseFormat
 from model.attention import LatentAttention
-from model.linear import Linear
+from model.weights import Linear
 
 
 def test_absent_rows_have_no_influence_even_if_unused_rows_hold_nan() -> None:

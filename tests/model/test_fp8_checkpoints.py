@@ -22,12 +22,12 @@ from model.checkpoint import find_tensors
 from model.config import read_config
 from model.families import FamilyName
 from model.feed_forward import FeedForward, MixtureOfExperts
-from model.linear import Linear
 from model.loader import load_model
 from model.network import Network
 from model.shard import SINGLE_RANK, Shard
 from model.stored_weights import StoredWeights
 from model.tiny import write_tiny_checkpoint
+from model.weights import Linear
 from tests.dequantised import write_dequantised
 from tests.greedy import likeliest
 
