@@ -1,4 +1,4 @@
-"""By what name nodes and gateways speak of cached blocks of tokens."""
+"""Hashes by which nodes and gateways name cached blocks of tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ def block_hashes(tokens: npt.NDArray[np.integer], salt: str = "", seed: int = 0)
     """XXH3 of each whole block of `tokens`, ids [n], and of all before it: uint64 [n // 64].
 
     A block is hashed as 64 little-endian int32, with the hash of the block before it as seed. The first one's is the
-    hash of `salt` under `seed`, which a deployment keeps to itself: whoever does not know it cannot tell from hashes
-    what was asked. Two prefixes with one hash cost a hit at most, since nodes compare token ids.
+    hash of `salt` under `seed`, a secret of the deployment, without which hashes do not tell what was asked. Two
+    prefixes with one hash cost a hit at most, since nodes compare token ids.
     """
     blocks = len(tokens) // BLOCK_TOKENS
     ids = np.ascontiguousarray(tokens[: blocks * BLOCK_TOKENS], dtype="<i4").view(np.uint8).data

@@ -1,4 +1,4 @@
-"""Errors that end a process, with one line for whoever started it."""
+"""Errors that end a process, with one line for its operator."""
 
 
 class StartupError(Exception):

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from control.messages import Sampling, Token
-from engine.batch import Batch
-from engine.runner import LaunchedStep, ModelRunner
+from engine.runner import Batch, LaunchedStep, ModelRunner
 from engine.sampling import NoToken
 from hisparse.coordinator import HiSparseCoordinator
 

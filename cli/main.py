@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from base.errors import ProcessFailed, StartupError
 from base.version import VERSION
-from cli import keygen, quarantine
+from cli import quarantine
 from cli.config import ServeConfig, SizingConfig
 from cli.flags import takes_flags
 from decode_node.config import DecodeConfig
@@ -24,8 +24,7 @@ from gateway.config import GatewayConfig
 from model.families import FamilyName, ShapeName
 from prefill_node.config import PrefillConfig
 from ranks.place import RankPlace
-from service.descriptors import raise_file_limit
-from service.lifecycle import end_on_sigterm_until_served
+from service.lifecycle import end_on_sigterm_until_served, raise_file_limit
 
 _SECRET_FLAGS = ("--api-key",)
 
@@ -49,7 +48,6 @@ app = typer.Typer(
 )
 
 app.add_typer(quarantine.app)
-app.command()(keygen.keygen)
 for command in entry_points(group="hisparse_pd.commands"):
     # `bench`: benchmarks use the whole product, which does not know them.
     app.add_typer(command.load(), name=command.name)
@@ -94,6 +92,25 @@ def gateway(config: GatewayConfig) -> None:
     from gateway.process import run_gateway
 
     run_gateway(config)
+
+
+@app.command()
+def keygen(
+    directory: Annotated[Path, typer.Argument(help="Where to write the keys; made if it is not there.")],
+    node: Annotated[
+        list[str] | None,
+        typer.Option(help="ROLE:NAME, such as prefill:prefill-7: add a key for one node; may be repeated."),
+    ] = None,
+) -> None:
+    """Make the keys of a cluster, or with --node further ones for single nodes. Nothing is ever overwritten."""
+    from control.keys import generate, generate_node
+
+    if not node:
+        generate(directory)
+        typer.echo(f"keys in {directory}: give it to every process as --key-dir")
+    for one in node or ():
+        secret = generate_node(directory, one)
+        typer.echo(f"{secret}: for that node's --key-dir; {directory / 'allowed'}: for everybody's")
 
 
 @app.command()

@@ -21,8 +21,8 @@ from prefill_node.config import PrefillConfig
 from ranks.barrier import GroupFailed
 from ranks.place import RankPlace, create_places
 from ranks.status import SharedStatus
-from ranks.watchdog import Watchdog
-from service.exposure import check_processes
+from ranks.watch import Watchdog
+from service.config import check_processes
 from service.lifecycle import STOP_SIGNALS
 
 _LAST_WORDS_S = 2.0
@@ -67,7 +67,7 @@ def plan_ranks(config: NodeOfRanks, places: list[RankPlace]) -> list[Child]:
         raise StartupError(
             f"--allow-local-prefill with --ranks {config.ranks}: only a decode node of one rank computes prompts"
         )
-    ports = [port for base in (config.port, config.control_port) if base for port in _ports(base, len(places))]
+    ports = [_port(base, rank) for base in (config.port, config.control_port) if base for rank in range(len(places))]
     if len(set(ports)) < len(ports) or max(ports, default=0) > 65535:
         raise StartupError(
             f"--port {config.port} and --control-port {config.control_port} with --ranks {config.ranks}: each rank "
@@ -227,10 +227,6 @@ def _cause(started: Processes, status: SharedStatus, first: int) -> tuple[str, i
             found.append((1, f"rank {rank} ended with code {code}", code))
     _, text, code = min(found)
     return text, code
-
-
-def _ports(base: int, ranks: int) -> list[int]:
-    return [_port(base, rank) for rank in range(ranks)]
 
 
 def _port(base: int, rank: int) -> int:

@@ -203,7 +203,7 @@ def processes(plan: list[Child], log: IO[bytes] | None = None) -> Iterator[dict[
 
 
 def terminate(children: list["subprocess.Popen[bytes]"], patience: float = _TERMINATE_S) -> None:
-    """End the processes without draining, with SIGKILL after so many seconds.
+    """End the processes without draining, with SIGKILL after `patience` seconds.
 
     SIGTERM ends a process that does not handle signals yet; SIGINT ends one that does and would drain.
     """
@@ -257,20 +257,8 @@ def is_ready(base_url: str, certfile: Path | None = None) -> bool:
         return False
 
 
-def wait_ready(base_url: str, children: Mapping[str, "subprocess.Popen[bytes]"], timeout: float) -> None:
-    """Wait until the gateway can serve. Raises StartupError if a process ends first, or on timeout."""
-    deadline = time.monotonic() + timeout
-    while not is_ready(base_url):
-        for name, child in children.items():
-            if child.poll() is not None:
-                raise StartupError(f"{name} ended with code {child.returncode} before the service was ready")
-        if time.monotonic() > deadline:
-            raise StartupError(f"the service at {base_url} was not ready within {timeout:.0f} s")
-        time.sleep(_POLL_S)
-
-
 def _only(certfile: Path) -> ssl.SSLContext:
-    """Trusts this certificate alone, whoever signed it and whatever its name: the process is asked by its address."""
+    """A context that trusts this certificate alone, whatever its name: the process is asked by its address."""
     trust = ssl.create_default_context(cafile=str(certfile))
     trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     trust.check_hostname = False

@@ -74,7 +74,7 @@ class NodeSizing:
 
     @property
     def pool_bytes(self) -> int:
-        """Device memory that pools may take, beside the weights."""
+        """Device memory that pools may take, in addition to the weights."""
         free = self.config.device_gib * GIB - self.model.num_bytes
         if free <= 0:
             raise StartupError(
@@ -90,7 +90,7 @@ class NodeSizing:
         return int(free / (1 + BLOCK_BYTES / BLOCK_TOKENS / self.token_bytes) / GIB)
 
     def sizes(self, running: int, pool_gib: float) -> Sizes:
-        """A rank's pools for so many running requests. Raises StartupError if not one fits."""
+        """A rank's pools for `running` requests. Raises StartupError if not one fits."""
         config = HiSparseConfig(
             self.buffer_size, self.model.spec.index_topk, host_to_device_ratio=None, host_pool_gib=pool_gib
         )
@@ -186,83 +186,44 @@ def rows(config: SizingConfig) -> list[Row]:
             f"--host-gib {config.host_gib:g} with --reserved-gib {config.reserved_gib:g}: nothing is left"
         )
     x, c = NodeSizing(config), config
-    layout, tokens = x.model.spec.kv_layout, c.context_length
-    context_bytes = tokens * x.token_bytes
-    sizes = x.sizes(x.running, x.host_pool_gib / x.ranks_per_host)
-    request_bytes = sizes.device_bytes / x.running
-    per_host = x.ranks_per_host
-    parts = ", ".join(f"{part} {x.limit_ms(x.step, part):.1f}" for part in StepPart if x.limit_ms(x.step, part) >= 0.05)
-    limit, expected = x.tokens_per_s(x.step_limit_ms), x.tokens_per_s(x.step_ms)
-    read = per_host * x.swapped_in_bytes / x.step_ms / 1e6
-    pool, request = gib(x.pool_bytes), gib(request_bytes)
-    rate = x.prompt_tokens_per_s
-    return [
-        Row(
-            "weights of a GPU, fp8",
-            f"what all ranks have, and 1/{c.ranks} of the routed experts",
-            gib(x.model.num_bytes),
-        ),
-        Row("pools of a GPU", f"{c.mem_fraction_static:g} x ({c.device_gib:g} GiB - weights)", pool),
-        Row(
-            "one token",
-            f"{layout.num_layers} x {layout.item_bytes} B + {layout.num_index_layers} x {layout.index_key_bytes} B",
-            f"{x.token_bytes:,} B",
-        ),
-        Row("a request of full length, in host memory", f"{tokens:,} x {x.token_bytes:,} B", gib(context_bytes)),
-        Row(
-            "host pools of a machine (`host_pool_gib`)",
-            f"{c.host_gib:,.0f} GiB, {c.reserved_gib:g} kept for the rest, and the prefix caches' tables",
-            f"{x.host_pool_gib:,} GiB",
-        ),
-        Row("the prefix caches' tables", f"{per_host} ranks", gib(per_host * sizes.prefix_cache_bytes)),
-        Row(
-            "requests that host memory holds",
-            f"{x.host_pool_gib:,} GiB / {per_host} / {gib(context_bytes)}, x {c.ranks} ranks",
-            f"{x.held} a rank, {x.held * c.ranks} in all",
-        ),
-        Row("device memory of a running request", "hot buffer, index keys, tables", request),
-        Row(
-            "requests that device memory runs",
-            f"{pool} / {request}, x {c.ranks} ranks",
-            f"{x.fitting} a rank, {x.fitting * c.ranks} in all",
-        ),
-        Row(
-            "running requests (`--max-running-requests`)",
-            "the less of both",
-            f"{x.running} a rank, {x.running * c.ranks} in all",
-        ),
-        Row("a decode step at the hardware's limit, ms", parts, f"{x.step_limit_ms:.1f} ms"),
-        Row(
-            "output at the limit",
-            f"{x.running * c.ranks} / {x.step_limit_ms:.1f} ms",
-            f"{limit:,.0f} tokens/s, {1e3 / x.step_limit_ms:.1f} a request",
-        ),
-        Row(
-            "output expected",
-            f"a step takes {c.times_limit:g} times its limit: {x.step_ms:.1f} ms",
-            f"{expected:,.0f} tokens/s, {1e3 / x.step_ms:.1f} a request",
-        ),
-        Row(
-            "read from a machine's host memory for that",
-            f"{per_host} x {x.swapped_in_bytes / 1e6:,.0f} MB / {x.step_ms:.1f} ms",
-            f"{read:.0f} GB/s",
-        ),
-        Row(
-            "KV pool of a prefill node",
-            f"{pool} / {x.token_bytes:,} B",
-            f"{x.prefill_tokens:,} tokens, {x.prefill_tokens // tokens} prompts of full length",
-        ),
-        Row(
-            "prompts of a prefill node at the limit",
-            f"steps of {c.chunked_prefill_size:,} tokens, at the end of a prompt of full length",
-            f"{rate:,.0f} tokens/s",
-        ),
-        Row(
-            "network of a prefill node for that",
-            f"{rate:,.0f} x {x.token_bytes:,} B",
-            f"{rate * x.token_bytes / 1e9:.2f} GB/s",
-        ),
-    ]
+    layout, tokens, per_host = x.model.spec.kv_layout, c.context_length, x.ranks_per_host
+    sizes = x.sizes(x.running, x.host_pool_gib / per_host)
+    pool, context, request = gib(x.pool_bytes), gib(tokens * x.token_bytes), gib(sizes.device_bytes / x.running)
+    parts = ", ".join(f"{part} {ms:.1f}" for part in StepPart if (ms := x.limit_ms(x.step, part)) >= 0.05)
+    limit, step, rate = x.step_limit_ms, x.step_ms, x.prompt_tokens_per_s
+    read = per_host * x.swapped_in_bytes
+
+    def in_all(requests: int) -> str:
+        return f"{requests} a rank, {requests * c.ranks} in all"
+
+    def output(ms: float) -> str:
+        return f"{x.tokens_per_s(ms):,.0f} tokens/s, {1e3 / ms:.1f} a request"
+
+    table = f"""\
+weights of a GPU, fp8 | what all ranks have, and 1/{c.ranks} of the routed experts | {gib(x.model.num_bytes)}
+pools of a GPU | {c.mem_fraction_static:g} x ({c.device_gib:g} GiB - weights) | {pool}
+one token | {layout.num_layers} x {layout.item_bytes} B + {layout.num_index_layers} x {layout.index_key_bytes} B \
+| {x.token_bytes:,} B
+a request of full length, in host memory | {tokens:,} x {x.token_bytes:,} B | {context}
+host pools of a machine (`host_pool_gib`) | {c.host_gib:,.0f} GiB, {c.reserved_gib:g} kept for the rest, and the \
+prefix caches' tables | {x.host_pool_gib:,} GiB
+the prefix caches' tables | {per_host} ranks | {gib(per_host * sizes.prefix_cache_bytes)}
+requests that host memory holds | {x.host_pool_gib:,} GiB / {per_host} / {context}, x {c.ranks} ranks | {in_all(x.held)}
+device memory of a running request | hot buffer, index keys, tables | {request}
+requests that device memory runs | {pool} / {request}, x {c.ranks} ranks | {in_all(x.fitting)}
+running requests (`--max-running-requests`) | the less of both | {in_all(x.running)}
+a decode step at the hardware's limit, ms | {parts} | {limit:.1f} ms
+output at the limit | {x.running * c.ranks} / {limit:.1f} ms | {output(limit)}
+output expected | a step takes {c.times_limit:g} times its limit: {step:.1f} ms | {output(step)}
+read from a machine's host memory for that | {per_host} x {x.swapped_in_bytes / 1e6:,.0f} MB / {step:.1f} ms \
+| {read / step / 1e6:.0f} GB/s
+KV pool of a prefill node | {pool} / {x.token_bytes:,} B \
+| {x.prefill_tokens:,} tokens, {x.prefill_tokens // tokens} prompts of full length
+prompts of a prefill node at the limit | steps of {c.chunked_prefill_size:,} tokens, at the end of a prompt of full \
+length | {rate:,.0f} tokens/s
+network of a prefill node for that | {rate:,.0f} x {x.token_bytes:,} B | {rate * x.token_bytes / 1e9:.2f} GB/s
+"""
+    return [Row(*line.split(" | ")) for line in table.splitlines()]
 
 
 def command(config: SizingConfig) -> str:

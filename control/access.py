@@ -1,7 +1,7 @@
 """Who may write to a mailbox: CURVE on its connections, and a check that each message is its sender's to send.
 
-With keys, every connection is encrypted and both ends are proved: the mailbox has the cluster's secret, and whoever
-writes to it has a key that is allowed. Without keys, anyone may connect. What is refused is counted either way.
+With keys, every connection is encrypted, the mailbox has the cluster's secret, and senders have allowed keys. Without
+keys, anyone may connect. Refusals are counted.
 """
 
 import time
@@ -21,7 +21,7 @@ from control.messages import Peer
 log = structlog.get_logger(__name__)
 
 HANDSHAKE_S = 5.0
-"""A connection that is not set up after so long is closed: until then it costs a descriptor and what it sent."""
+"""A connection that is not set up by then is closed: it costs a descriptor and what it sent."""
 REASONS = ("handshake", "key", "revoked", "role", "boot")
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"hisparse-pd"
@@ -36,10 +36,10 @@ _REMEMBERED = 4096
 
 
 class Handshakes:
-    """Counts connections that came to nothing. Time comes in as an argument.
+    """Counts failed handshakes.
 
-    ZeroMQ tells of every connection that it accepts and of every handshake that succeeds, but only of some that fail.
-    So a connection that was accepted longer ago than a handshake may take, and was not decided otherwise, has failed.
+    ZeroMQ reports every accepted connection and every handshake that succeeds, but only some that fail. So a connection
+    has failed that was accepted longer ago than a handshake may take, and was not decided.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Handshakes:
         self._over = 0
         self._decided = 0
         self.failed = 0
-        """Never falls: some of those that were decided early are still counted as under way."""
+        """Never falls."""
 
     def accepted(self, now: float) -> None:
         self._under_way.append(now)
@@ -65,9 +65,9 @@ class Handshakes:
 
 
 class Access:
-    """Admits others to this process's mailbox, and introduces it to theirs. The control thread owns it.
+    """Admits senders to this process's mailbox. The control thread owns it.
 
-    Only `refused` and `is_revoked` may be called from any thread.
+    Any thread may call `refused` and `is_revoked`.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Access:
         return {**self._refused, "handshake": self._handshakes.failed}
 
     def set_curve_keys(self, socket: "zmq.Socket[bytes]") -> None:
-        """Make a socket, before it connects, speak with this process's key, and only to a mailbox of this cluster."""
+        """Before a socket connects: have it use this process's key, and accept only mailboxes of this cluster."""
         socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
         if self._keys is not None:
             socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.own.public.encode())
@@ -150,7 +150,7 @@ class Access:
         return True
 
     def is_revoked(self, boot_id: str) -> bool:
-        """Whether that process spoke with a key that is not allowed any more."""
+        """Whether that process used a key that is not allowed any more."""
         key = self._key_of_boot.get(boot_id)
         return self._keys is not None and key is not None and self._keys.allowed.role_of(key) is None
 

@@ -1,41 +1,29 @@
-"""Tells gateways which blocks of tokens a node's prefix cache has, so that requests come where their prefix is."""
+"""Tells gateways which blocks a node's prefix cache has, so that requests are routed to their prefix."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 
 from base.block_hashes import BlockHashes
+from control.membership import Membership
 from control.messages import MAX_CACHE_BLOCKS, CacheUpdate
 
 _EVERY_S = 0.1
-"""Changes are collected for so long. The next turn of a conversation comes later."""
+"""Changes are collected for this long: less than until the next turn of a conversation."""
 _PATIENCE_S = 2.5
-"""A gateway that has not acknowledged an update after so long, two heartbeats, has missed one."""
-
-
-class Gateways(Protocol):
-    """The gateways that have registered this node (`control.membership`)."""
-
-    def cache_serials(self) -> dict[str, int]:
-        """For each that wants updates, by address: the serial of the last one before which it misses none."""
-        ...
-
-    def tell(self, addresses: Iterable[str], message: CacheUpdate) -> None:
-        """Send a message to these, at most once."""
-        ...
+"""A gateway that has not acknowledged an update by then, two heartbeats, has missed one."""
 
 
 class CacheReports:
-    """Collects which blocks are stored and removed, and tells every gateway that wants to know. One loop calls it.
+    """Collects which blocks are stored and removed, and sends them to gateways that want to know. One loop calls it.
 
-    Each update is sent once. Gateways say with every heartbeat up to which one they miss none; whoever misses one gets
-    the whole cache, or as much of it as fits one message.
+    Each update is sent once. Gateways acknowledge updates with heartbeats. A gateway that misses one gets the whole
+    cache, or as much of it as fits one message.
     """
 
-    def __init__(self, gateways: Gateways, newest: Callable[[int], BlockHashes]) -> None:
-        """newest: hashes of the blocks in the cache that were used last, at most so many, the newest first."""
+    def __init__(self, gateways: Membership, newest: Callable[[int], BlockHashes]) -> None:
+        """newest: hashes of at most that many cached blocks, the last used first."""
         self._gateways = gateways
         self._newest = newest
         self._changes: dict[int, bool] = {}
@@ -50,15 +38,15 @@ class CacheReports:
         self._next_at = 0.0
 
     def stored(self, hashes: BlockHashes) -> None:
-        """Blocks of one prompt, uint64 [blocks] in their order, came into the cache."""
+        """Note blocks of one prompt, uint64 [blocks] in their order, that came into the cache."""
         self._note(hashes, True)
 
     def removed(self, hashes: BlockHashes) -> None:
-        """Blocks, uint64 [blocks], left the cache."""
+        """Note blocks, uint64 [blocks], that left the cache."""
         self._note(hashes, False)
 
     def send(self, now: float) -> None:
-        """Send what is to be sent. To be called in every turn of the loop."""
+        """Send what is due. Call it in every turn of the loop."""
         if now < self._next_at:
             return
         self._next_at = now + _EVERY_S
@@ -71,9 +59,7 @@ class CacheReports:
         while self._sent and self._sent[0][0] <= now - _PATIENCE_S:
             self._due = self._sent.popleft()[1]
         self._whole_at = {address: at for address, at in self._whole_at.items() if at > now - _PATIENCE_S}
-        behind = [
-            address for address, serial in serials.items() if serial < self._due and address not in self._whole_at
-        ]
+        behind = [name for name, serial in serials.items() if serial < self._due and name not in self._whole_at]
         if behind:
             newest = self._newest(MAX_CACHE_BLOCKS)
             self._gateways.tell(behind, CacheUpdate.of(self._serial, newest, newest[:0], whole=True))

@@ -1,8 +1,7 @@
 """Control messages on the wire: one msgpack map per frame, with wire version, kind, sender, addressee and body.
 
-Whatever is not such a frame raises `MalformedMessage`, which the control plane counts and drops. Processes of two wire
-versions do not work together, but each can tell the other so: docs/protocol.md, "Stable parts", says what of a frame is
-the same in every version. A stable part must not change.
+Processes of two wire versions do not work together, but each can tell the other so: "Stable parts" of docs/protocol.md
+are the same in every version, and must not change.
 """
 
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ import msgpack
 from pydantic import Field, ValidationError
 
 from base.wire import UInt, WireModel, first_error
-from control.messages import SENT_BY, Address, Message, Peer, Ping, Pong, Refused, Registered
+from control.messages import Address, Message, Peer, Ping, Pong, Refused, Registered
 
 PROTOCOL_VERSION = 9
 
@@ -22,7 +21,7 @@ class MalformedMessage(ValueError):
 
 
 class Frame(WireModel):
-    """A message, its sender and the boot that it is meant for. An empty `to`: whoever has the address. Stable."""
+    """A message and its sender. to: the boot id that may act on it; empty: any at the address. Stable."""
 
     v: UInt
     kind: str
@@ -48,7 +47,7 @@ _STABLE: Mapping[str, type[Message | Greeting]] = {
 
 
 def encode(message: Message, sender: Peer, to: str = "", version: int = PROTOCOL_VERSION) -> bytes:
-    """One frame. to: the boot id that may act on it. version: another than this one is for stable kinds only."""
+    """One frame. Another version than this one is for stable kinds only."""
     kind = type(message).__name__
     if version != PROTOCOL_VERSION and kind not in _STABLE:
         raise ValueError(f"{kind} is not the same in wire version {version}")
@@ -60,7 +59,7 @@ def encode(message: Message, sender: Peer, to: str = "", version: int = PROTOCOL
 def decode(data: bytes) -> tuple[Frame, Message | Greeting | None]:
     """A frame and its message; of another wire version only the stable part, None if its kind has none.
 
-    Raises MalformedMessage for anything that is no frame.
+    Raises MalformedMessage.
     """
     try:
         frame = Frame.model_validate(msgpack.unpackb(data, use_list=False, strict_map_key=True))
@@ -70,7 +69,7 @@ def decode(data: bytes) -> tuple[Frame, Message | Greeting | None]:
             raise MalformedMessage(f"unknown message kind {frame.kind[:64]!r}")
         if kind is None:
             return frame, None
-        if Message.kinds[frame.kind] not in SENT_BY[frame.sender.role]:
+        if frame.sender.role not in Message.kinds[frame.kind].sent_by:
             raise MalformedMessage(f"a {frame.sender.role} process does not send {frame.kind}")
         return frame, kind.model_validate(frame.body)
     except ValidationError as error:

@@ -11,13 +11,13 @@ MAX_QUEUED = 1000
 """Frames that wait for one peer. Those beyond are dropped and counted: what must arrive is repeated."""
 IDLE_CLOSE_S = 60.0
 STUCK_S = 2.0
-"""A connection that took nothing for so long is made anew with the next frame. ZeroMQ gives a connection up for good if
-the other side breaks its protocol, for example by expecting keys where none are shown."""
+"""A connection that took nothing for this long is replaced. ZeroMQ gives a connection up for good if the other side
+breaks its protocol, for example by expecting keys where none are shown."""
 DEAF_S = 10.0
-"""A connection to a peer that was not heard for so long is made anew with the next frame. If the other side ends while
-it breaks its protocol, ZeroMQ may give the connection up and yet take frames for it, until MAX_QUEUED of them wait."""
+"""A connection to a peer that was not heard for this long is replaced. If the other side ends while it breaks the
+protocol, ZeroMQ may give the connection up and still take frames for it, until MAX_QUEUED of them wait."""
 _UNACKNOWLEDGED_MS = 3000
-"""A connection without acknowledgements for so long is made anew. TCP doubles its pauses: after a partition it would
+"""A connection without acknowledgements for this long is replaced. TCP doubles its pauses: after a partition it would
 take as long again as the partition lasted."""
 _CONNECT_MS = 2000
 
@@ -39,9 +39,9 @@ class Connections:
         self._by_address: dict[str, _Connection] = {}
 
     def post(self, address: str, frame: bytes, heard: float | None) -> None:
-        """Queue a frame. heard: when somebody at the address was last heard (time.monotonic).
+        """Queue a frame. heard: when the address was last heard (time.monotonic).
 
-        Raises zmq.ZMQError if the queue is full or nothing can be connected to the address.
+        Raises zmq.ZMQError if the queue is full or the address cannot be connected to.
         """
         now = time.monotonic()
         connection = self._by_address.get(address)

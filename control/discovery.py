@@ -1,7 +1,7 @@
 """Finds the gateways: every address that the names in `--gateway` have now.
 
-A name may have several addresses (a headless Service in Kubernetes has one per replica), which change while the node
-runs. A lookup may take seconds, so a thread of its own does it, and others read the last answer.
+A name may have several addresses, which change while the node runs (a headless Service in Kubernetes has one per
+replica). A lookup may take seconds, so it has a thread of its own.
 """
 
 import ipaddress
@@ -19,7 +19,7 @@ Resolver = Callable[[str], Iterable[str]]
 
 
 def resolve(host: str) -> list[str]:
-    """The system's Resolver: /etc/hosts, DNS, whatever it is set up for. Blocks."""
+    """The system's Resolver. Blocks."""
     try:
         found = socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
     except UnicodeError as error:
@@ -31,7 +31,7 @@ def resolve(host: str) -> list[str]:
 class GatewayAddresses:
     """The addresses of all gateways, which a thread keeps up to date from `start` to `stop`.
 
-    If a lookup fails the last answer stands: a name service that is away says nothing about gateways.
+    If a lookup fails, the last answer stays.
     """
 
     def __init__(self, names: Sequence[str], resolver: Resolver = resolve) -> None:

@@ -8,13 +8,7 @@ node compiles it (`engine/grammar`). Sizes are bounded here; what a grammar cost
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from base.wire import FailFastModel
 
@@ -121,9 +115,9 @@ class Tag(_Model):
 class Tags(_Model):
     """Free text in which certain parts are constrained: tool calls that the model may make (vLLM's structural tags).
 
-    Text is free until a trigger occurs, with which the `begin` of one or more tags starts. From there on the text is
-    that of one of these tags, and behind it is free again. at_least_one: the text does not end without a tag.
-    stop_after_first: it ends behind the first.
+    Text is free until a trigger, with which the `begin` of one or more tags starts. From there on it is one of these
+    tags, and after that free again. at_least_one: the text does not end without a tag. stop_after_first: it ends after
+    the first.
     """
 
     kind: Literal["tags"] = "tags"
@@ -148,8 +142,8 @@ Node = Annotated[
 
 
 class Grammar(_Model):
-    """What a request generates. after: where the grammar begins, behind the first occurrence of this text (the end of
-    reasoning, as `</think>`); text before is free. None: it begins with the first token."""
+    """What a request generates. after: the text after which the grammar begins (the end of reasoning, as `</think>`);
+    text before is free. None: it begins with the first token."""
 
     root: Node
     after: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
@@ -158,7 +152,7 @@ class Grammar(_Model):
     def _bounded(self) -> Self:
         size = 0
         for nodes, (node, depth) in enumerate(_walk(self.root, 1), start=1):
-            size += sum(map(len, _strings(node)))
+            size += sum(_characters(value) for name, value in node if name != "kind")
             if depth > MAX_DEPTH:
                 raise ValueError(f"the grammar is nested more than {MAX_DEPTH} deep")
             if nodes > MAX_NODES:
@@ -193,20 +187,13 @@ def _walk(node: Node, depth: int) -> Iterator[tuple[Node, int]]:
         yield from _walk(child, depth + 1)
 
 
-def _strings(node: Node) -> tuple[str, ...]:
-    match node:
-        case JsonSchema():
-            return (node.schema_text,)
-        case Regex():
-            return (node.pattern,)
-        case TextChoice():
-            return node.options
-        case Lark():
-            return (node.grammar,)
-        case Text():
-            return (node.text,)
-        case Until():
-            return (node.end,)
-        case Tags():
-            return (*node.triggers, *(text for tag in node.tags for text in (tag.begin, tag.end)))
-    return ()
+def _characters(value: object) -> int:
+    """Characters of the strings in a field's value, without nodes below."""
+    match value:
+        case str():
+            return len(value)
+        case tuple():
+            return sum(map(_characters, value))
+        case Tag():
+            return len(value.begin) + len(value.end)
+    return 0

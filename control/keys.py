@@ -1,10 +1,10 @@
 """The keys of a cluster: what a key directory holds, how it is made and how a process reads it.
 
-    cluster.key_secret    the cluster's key pair, by which a mailbox proves that it is one of the cluster's
+    cluster.key_secret    the cluster's key pair, by which mailboxes authenticate
     cluster.key           its public half, which no process needs
-    ROLE.key_secret       a process's key pair, which it shows to the mailboxes that it writes to
+    ROLE.key_secret       a process's key pair, by which it authenticates to mailboxes
     allowed/NAME.key      the public keys that may connect, each with its role
-    operator.token        the token that an operator shows to a decode node's /quarantine
+    operator.token        the token for a decode node's /quarantine
 
 The files have the format of pyzmq's zmq.auth. Errors do not quote their contents.
 """
@@ -117,23 +117,20 @@ def load_keys(directory: Path, role: Role) -> Keys:
 
 
 def cache_seed(keys: Keys | None) -> int:
-    """What the hashes of cached blocks begin with: 64 bits that only processes with the cluster's keys can derive.
-
-    0 without keys.
-    """
-    if keys is None:
-        return 0
-    digest = hashlib.blake2b(keys.cluster.secret.encode(), digest_size=8, person=b"block hashes").digest()
-    return int.from_bytes(digest, "little")
+    """The 64-bit seed of the hashes of cached blocks; 0 without keys."""
+    return int.from_bytes(_derived(keys, b"block hashes", 8), "little")
 
 
 def group_secret(keys: Keys | None) -> bytes:
-    """By which the ranks of several hosts know each other: 32 bytes that only processes with the cluster's keys can
-    derive. Empty without keys.
-    """
+    """32 bytes by which the ranks of several hosts authenticate each other; empty without keys."""
+    return _derived(keys, b"rank groups", 32)
+
+
+def _derived(keys: Keys | None, purpose: bytes, size: int) -> bytes:
+    """Bytes that only processes with the cluster's keys can derive; empty without keys."""
     if keys is None:
         return b""
-    return hashlib.blake2b(keys.cluster.secret.encode(), digest_size=32, person=b"rank groups").digest()
+    return hashlib.blake2b(keys.cluster.secret.encode(), digest_size=size, person=purpose).digest()
 
 
 def load_token(directory: Path) -> str:

@@ -1,7 +1,7 @@
 """Which processes live: whose frames were read, and which pings were answered.
 
-A frame says only that its sender lived when it wrote it: a process that was stopped finds in its mailbox what others
-said before they died. Whoever answers a ping has lived after it was sent, by the clock of the process that asks.
+A frame proves only that its sender lived when it wrote it, which may be long before it is read. An answered ping proves
+that the process lived after the ping was sent, by the clock of the process that asks.
 """
 
 import secrets
@@ -39,7 +39,7 @@ _NONE = _Signs(0.0)
 class Liveness:
     """Signs of life, by process and by address. The control thread notes them.
 
-    Any thread may ask: a look into a table is one operation, which needs no lock.
+    Any thread may ask: a lookup is one operation, which needs no lock.
     """
 
     def __init__(self) -> None:
@@ -53,11 +53,11 @@ class Liveness:
         return self._boots.get(boot_id, _NONE).heard or None
 
     def last_heard_at(self, address: str) -> float | None:
-        """When a frame of whoever calls itself by that address was last read."""
+        """When a frame that names that address as its sender's was last read, or None."""
         return self._addresses.get(address, _NONE).heard or None
 
     def alive_after(self, boot_id: str) -> float | None:
-        """A time after which that process certainly lived: when it was sent the latest ping that it answered."""
+        """When the process was sent the latest ping that it answered: it lived after that."""
         answer = self._boots.get(boot_id, _NONE).answer
         return None if answer is None else answer.asked_at
 
@@ -66,7 +66,7 @@ class Liveness:
         return self._addresses.get(address, _NONE).answer
 
     def ask(self, address: str) -> Ping:
-        """A ping for whoever has that address. Nobody else knows its nonce."""
+        """A ping for the process at that address. Nobody else knows its nonce."""
         now = time.monotonic()
         while self._asked and now - next(iter(self._asked.values()))[1] > _ANSWERED_WITHIN_S:
             del self._asked[next(iter(self._asked))]
@@ -75,12 +75,12 @@ class Liveness:
         return Ping(nonce=nonce)
 
     def heard(self, sender: Peer) -> None:
-        """A frame of this process was read."""
+        """Note that a frame of this process was read."""
         for table, key in ((self._boots, sender.boot_id), (self._addresses, sender.address)):
             remember(table, key, replace(table.get(key, _NONE), heard=time.monotonic()), _REMEMBERED)
 
     def answered(self, sender: Peer, pong: Pong) -> None:
-        """This process, which was just heard, answered a ping. One that was never sent, or long ago, proves nothing."""
+        """Note that this process answered a ping. A ping that was never sent, or long ago, proves nothing."""
         if (asked := self._asked.pop(pong.nonce, None)) is None:
             return
         address, asked_at = asked

@@ -1,7 +1,7 @@
-"""Keeps a node registered with its gateways: it registers, heartbeats, and registers again where it is not known.
+"""Keeps a node registered with its gateways: registration, heartbeats, and registration again where it is unknown.
 
-Gateways come and go (`control.discovery`). A gateway whose address is not listed any more is kept while it answers: it
-may be finishing its requests, which a node that forgot it would end.
+Gateways come and go (`control.discovery`). A gateway that is not listed any more is kept while it answers: a node that
+forgot it would end its requests.
 """
 
 import math
@@ -21,7 +21,7 @@ HEARTBEAT_S = 1.0
 MISSED_AFTER_S = 5.0
 _MISSED_AGAIN_S = 60.0
 FORGOTTEN_AFTER_S = 30.0
-"""A gateway that is not listed any more is forgotten after so long a silence."""
+"""Silence after which a gateway that is not listed any more is forgotten."""
 
 
 @dataclass
@@ -40,11 +40,11 @@ class _Gateway:
 
 
 class Membership:
-    """Keeps one node registered with every gateway that there is.
+    """Keeps one node registered with every gateway.
 
     Runs on the control thread, so that a busy node is not taken for a dead one. Other threads only call `is_member`,
-    `rejection_reason`, `gateway_lost`, `leave`, `cache_serials` and `tell`, so the table of gateways is replaced
-    and never changed.
+    `rejection_reason`, `gateway_lost`, `leave`, `cache_serials` and `tell`, so the table of gateways is replaced and
+    never changed.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Membership:
         self._register = register
         self._heartbeat = heartbeat
         self.rejection_reason: str | None = None
-        """Why a gateway refuses this node, if none has registered it yet: its configuration is wrong."""
+        """Why a gateway refuses this node, if none has registered it yet."""
         self._ever_registered = False
         self._leaving = False
         self._addresses = addresses
@@ -67,7 +67,7 @@ class Membership:
 
     @property
     def is_member(self) -> bool:
-        """Whether a gateway has registered this node. A node that was told of none needs none."""
+        """Whether a gateway has registered this node, or it was told of none."""
         return not self._addresses.expected or any(gateway.registered for gateway in self._gateways.values())
 
     def tick(self) -> None:
@@ -90,35 +90,34 @@ class Membership:
             return
         gateway.peer = sender
         gateway.last_heard = time.monotonic()
-        if isinstance(message, Registered):
-            if not gateway.registered:
-                log.info("registered", gateway=sender.address)
-            gateway.registered = self._ever_registered = True
-            gateway.rejection_reason = None
-        elif isinstance(message, Refused):
-            gateway.registered = False
-            if not self._ever_registered:
-                self.rejection_reason = f"gateway {sender.address}: {message.reason}"
-            if gateway.rejection_reason != message.reason:
-                # The node asks every second. This is logged once.
-                log.error("refused by the gateway", gateway=sender.address, reason=message.reason)
-            gateway.rejection_reason = message.reason
-        else:
-            gateway.cache_serial = message.cache_serial
-        if isinstance(message, HeartbeatAck) and not message.known:
-            gateway.registered = False
-            if not self._leaving:
-                self._tell(message.via, gateway, self._register(message.via))
+        match message:
+            case Registered():
+                if not gateway.registered:
+                    log.info("registered", gateway=sender.address)
+                gateway.registered = self._ever_registered = True
+                gateway.rejection_reason = None
+            case Refused(reason=reason):
+                gateway.registered = False
+                if not self._ever_registered:
+                    self.rejection_reason = f"gateway {sender.address}: {reason}"
+                if gateway.rejection_reason != reason:  # the node asks every second
+                    log.error("refused by the gateway", gateway=sender.address, reason=reason)
+                gateway.rejection_reason = reason
+            case HeartbeatAck():
+                gateway.cache_serial = message.cache_serial
+                gateway.registered &= message.known
+                if not message.known and not self._leaving:
+                    self._tell(message.via, gateway, self._register(message.via))
 
     def gateway_lost(self, peer: Peer, now: float, silence_s: float) -> bool:
-        """Whether that gateway process is gone: another boot answers in its place, or it was silent for so long."""
+        """Whether that gateway process is gone: another boot answers in its place, or it was silent for `silence_s`."""
         for gateway in self._gateways.values():
             if gateway.peer.boot_id == peer.boot_id:
                 return now - gateway.last_heard > silence_s
         return True
 
     def cache_serials(self) -> dict[str, int]:
-        """For each gateway that wants CacheUpdates, by address: of the last one before which it misses none."""
+        """For each gateway that wants CacheUpdates, by address: the last serial up to which it misses none."""
         return {
             address: serial
             for address, gateway in self._gateways.items()
@@ -133,7 +132,7 @@ class Membership:
                 self._tell(address, gateways[address], message)
 
     def _log_if_missed(self, address: str, gateway: _Gateway) -> None:
-        """Log now and then that it does not answer: a node that no gateway knows shows no other sign of it."""
+        """Log each minute that it does not answer."""
         now = time.monotonic()
         if now - gateway.last_heard > MISSED_AFTER_S and now - gateway.missed_at > _MISSED_AGAIN_S:
             gateway.missed_at = now
@@ -144,7 +143,7 @@ class Membership:
             )
 
     def _tell(self, address: str, gateway: _Gateway, message: Message) -> None:
-        # Whoever takes an address that is not listed any more need not be a gateway of this cluster.
+        # At an address that is not listed any more there may be another cluster's process.
         to = gateway.peer.model_copy(update={"address": address})
         self._control.send(to, message, any_boot=gateway.listed)
 

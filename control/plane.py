@@ -2,10 +2,10 @@
 
 Every process binds one PULL socket, its mailbox, and connects a PUSH socket to each mailbox that it writes to. Delivery
 is at most once. What must arrive is sent with `repeat` until `answered`, so every handler is idempotent. A frame names
-the boot that it is meant for, so a process does not act on what was sent to the one before it at its address.
+the boot that may act on it, so a restarted process ignores what was sent to its predecessor.
 
-Pings are answered and heartbeats sent on the control thread, so a process that computes for seconds is not taken for
-dead. Without that thread a process is deaf: when it ends, the process should end (`check`).
+The control thread answers pings and sends heartbeats, so a process that computes for seconds is not taken for dead. If
+that thread ends, the process should end (`check`).
 """
 
 import math
@@ -83,7 +83,7 @@ class ControlPlane:
         self._mailbox.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._mailbox.setsockopt(zmq.LINGER, 0)
         self._access = Access(self._context, self._mailbox, keys)
-        # Otherwise the old connection of a peer stays beside the new one after a partition.
+        # Otherwise a peer's old connection stays in addition to the new one after a partition.
         self._mailbox.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._mailbox.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S)
         try:
@@ -142,18 +142,18 @@ class ControlPlane:
             self._close()
 
     def send(self, to: Peer, message: Message | Callable[[], Message], *, any_boot: bool = False) -> None:
-        """Send once. With `any_boot`, whoever has the address now may act on it.
+        """Send once. any_boot: any process at the address may act on it.
 
-        message: or what makes it, which the control thread calls, so that the caller need not wait for that.
+        message: or a function that makes it, which the control thread calls.
         """
         self._hand_over(lambda: self._send(to, message if isinstance(message, Message) else message(), any_boot))
 
     def repeat(
         self, key: Hashable, to: Peer, message: Message, *, every: float = 0.5, give_up_after: float = math.inf
     ) -> None:
-        """Send now and every so many seconds until `answered(key)`, less often while the peer is silent.
+        """Send now and every `every` seconds until `answered(key)`, less often while the peer is silent.
 
-        It replaces what was repeated under the key.
+        It replaces what is repeated under the key.
         """
         self._hand_over(lambda: self._repeats.add(key, to, message, every, give_up_after))
 
@@ -162,11 +162,11 @@ class ControlPlane:
         self._hand_over(lambda: self._repeats.forget(key))
 
     def periodically(self, every: float, action: Callable[[], None]) -> None:
-        """Run an action, which must not block, on the control thread: now and every so many seconds."""
+        """Run an action, which must not block, on the control thread: now and every `every` seconds."""
         self._hand_over(lambda: self._periodic.append(_Periodic(action, every)))
 
     def watch(self, peers: Iterable[Peer]) -> None:
-        """Ping these processes from now on, and no others. Whoever has the address answers, so a restart shows."""
+        """Ping these processes from now on, and no others. Any process at the address answers, so a restart shows."""
         watched = {peer.boot_id: peer for peer in peers}
         self._hand_over(lambda: self._replace_watched(watched))
 
@@ -175,15 +175,15 @@ class ControlPlane:
         return self._access.is_revoked(peer.boot_id)
 
     def silence(self, peer: Peer) -> float:
-        """For how many seconds that process may have been dead: since it was sent the latest ping that it answered.
+        """Seconds since the process was sent the latest ping that it answered; infinite if it answered none.
 
-        Infinite if it has answered none. Its other messages do not count: they may be old.
+        Its other messages do not count: they may be old.
         """
         alive = self.alive_after(peer.boot_id)
         return math.inf if alive is None else time.monotonic() - alive
 
     def check(self) -> None:
-        """Raise ControlPlaneFailed if the control thread has ended by itself. The process's main loop asks."""
+        """Raise ControlPlaneFailed if the control thread has ended by itself. The main loop calls it."""
         if self._failure is not None:
             raise ControlPlaneFailed(f"the control thread has ended: {self._failure!r}") from self._failure
 

@@ -1,6 +1,6 @@
-"""Log probabilities of the tokens of a prompt: how they travel, and where they are collected.
+"""Log probabilities of a prompt's tokens, in messages and in the table that collects them.
 
-A prompt of n tokens has those of positions 1 to n - 1. Nothing says how likely its first token is.
+A prompt of n tokens has those of positions 1 to n - 1: the first token has none.
 """
 
 from collections.abc import Iterator
@@ -8,7 +8,9 @@ from typing import Annotated, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from base.wire import WireModel
 
 MAX_PROMPT_LOGPROBS = 2**18
 """Log probabilities of one request: each token's own and its alternatives'. They take 8 bytes each, and some 60 in an
@@ -18,7 +20,7 @@ _IN_PIECE = 2**15
 _INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
 
 Alternatives = Annotated[int, Field(ge=0, le=20)]
-"""How many of the likeliest tokens are reported beside each token."""
+"""How many of the likeliest tokens are reported with each token."""
 Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
 
@@ -34,14 +36,12 @@ def too_many(num_tokens: int, alternatives: int) -> str | None:
     )
 
 
-class PromptLogprobs(BaseModel):
-    """Those of consecutive positions from `start` on, row by row, little-endian.
+class PromptLogprobs(WireModel):
+    """Log probabilities of consecutive positions from `start` on, row by row, little-endian.
 
     ints: int32 [rows, 1 + alternatives], the rank of the position's token (1: the likeliest) and the ids of the
     likeliest tokens. floats: float32 of the same shape, the token's log probability and theirs.
     """
-
-    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
     start: Annotated[int, Field(ge=1, lt=2**31)]
     alternatives: Alternatives
@@ -82,7 +82,7 @@ class PromptLogprobTable:
         """Whether no position is missing."""
         return bool(self._has.all())
 
-    def problem(self, piece: PromptLogprobs) -> str | None:
+    def rejection_reason(self, piece: PromptLogprobs) -> str | None:
         """Why a piece cannot be taken, or None."""
         rows, width = self.ints.shape
         if piece.alternatives != width - 1:
@@ -94,14 +94,14 @@ class PromptLogprobTable:
         return None
 
     def add(self, piece: PromptLogprobs) -> None:
-        """Take a piece that has no problem. One that is there already changes nothing."""
+        """Add a piece without a `rejection_reason`. Idempotent."""
         rows = slice(piece.start - 1, piece.stop - 1)
         self.ints[rows] = np.frombuffer(piece.ints, _INT).reshape(-1, self.ints.shape[1])
         self.floats[rows] = np.frombuffer(piece.floats, _FLOAT).reshape(-1, self.ints.shape[1])
         self._has[rows] = True
 
     def pieces(self) -> Iterator[PromptLogprobs]:
-        """All of them, in pieces of bounded size. They must be complete."""
+        """The complete table, in pieces of bounded size."""
         count, width = self.ints.shape
         every = max(1, _IN_PIECE // width)
         for first in range(0, count, every):

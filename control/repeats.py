@@ -12,7 +12,7 @@ SLOWEST_S = 5.0
 
 @dataclass
 class Repeated:
-    """A message to a peer, every so many seconds from `since` until `until` (time.monotonic)."""
+    """A message to a peer, every `every` seconds from `since` until `until` (time.monotonic)."""
 
     peer: Peer
     message: Message
@@ -23,9 +23,9 @@ class Repeated:
 
 
 class Repeats:
-    """What is sent again, and when: less often while its peer is silent, in pauses of half of that silence.
+    """What is sent again, and when: while a peer is silent, in pauses of half of its silence.
 
-    last_heard_at: when whoever has an address was last heard (time.monotonic).
+    last_heard_at: when an address was last heard (time.monotonic).
     """
 
     def __init__(self, last_heard_at: Callable[[str], float | None]) -> None:
@@ -37,7 +37,7 @@ class Repeats:
         return min((repeated.due for repeated in self._table.values()), default=float("inf"))
 
     def add(self, key: Hashable, peer: Peer, message: Message, every: float, give_up_after: float) -> None:
-        """Repeat a message, in place of what was repeated under that key."""
+        """Repeat a message. It replaces what is repeated under the key."""
         now = time.monotonic()
         self._table[key] = Repeated(peer, message, every, since=now, until=now + give_up_after)
 
@@ -45,14 +45,14 @@ class Repeats:
         self._table.pop(key, None)
 
     def take_given_up(self, now: float) -> list[Repeated]:
-        """Remove and return those that have been repeated for as long as they may be."""
+        """Remove and return those whose time is over."""
         over = {key: repeated for key, repeated in self._table.items() if now > repeated.until}
         for key in over:
             del self._table[key]
         return list(over.values())
 
     def take_due(self, now: float) -> Iterator[Repeated]:
-        """Those that are to be sent now, in the order in which they were added."""
+        """Those to send now, in the order in which they were added."""
         for repeated in list(self._table.values()):
             if repeated.due <= now:
                 heard = self._last_heard_at(repeated.peer.address) or 0.0

@@ -1,10 +1,10 @@
-"""An attempt to have a request's prompt prefilled by another node, from its PrefillRequest to the last word about it.
+"""An attempt to have a request's prompt prefilled by another node.
 
     REQUESTED -> ACCEPTED -> ANNOUNCED -> LANDED
             \\__________\\___________\\-> LOST
 
-Two things outlive the end of an attempt, each until nobody can touch the slots any more: its reservation, which the
-table of `transfer/fencing.py` keeps under the attempt's id, and its `ReadLease`, for which the attempt itself stays.
+The reservation of its slots (`transfer/fencing.py`) and its `ReadLease` may outlive it, until no process can touch the
+slots any more. The attempt stays in the `AttemptTable` for its lease.
 """
 
 from dataclasses import dataclass, field
@@ -49,8 +49,8 @@ _NEXT = {
 class ReadLease:
     """Slots of positions [0, stop) of an attempt, of which `readers` may read those from `start` on.
 
-    readers: the prefill node and its ranks, without those that are known to be dead or gone. grant: what the node is
-    told, once the digests are known.
+    readers: the prefill node and its ranks, without those that are dead or gone. grant: the message to the node, once
+    the digests are known.
     """
 
     readers: list[Peer]
@@ -69,8 +69,8 @@ class ReadLease:
 class PrefillAttempt:
     """The decode node's loop owns it.
 
-    Chunks arrive in any order, each with its checksums. PrefillDone stands for the last chunk and says how many there
-    are before it. Each chunk is taken once and verified in the background; a mismatch ends the attempt.
+    Chunks arrive in any order, each with its checksums. PrefillDone stands for the last chunk and has the number of
+    chunks before it. Each chunk is taken once and verified in the background. A mismatch ends the attempt.
     """
 
     id: AttemptId
@@ -81,11 +81,11 @@ class PrefillAttempt:
     num_tokens: int
     """Tokens whose KV was asked for, those of `prefix` included."""
     prefix: HostSlots = NO_SLOTS
-    """Slots of the positions before those of `slots`: nobody writes to them."""
+    """Slots of the positions before those of `slots`. They are not written."""
     prompt_logprobs: PromptLogprobTable | None = None
-    """Where those of the prompt are collected, if they were asked for."""
+    """Collects log probabilities of the prompt, if the request asks for them."""
     ranks: tuple[Peer, ...] = ()
-    """The node's other processes, which write and read, too."""
+    """The node's other processes. They write and read, too."""
     state: AttemptState = AttemptState.REQUESTED
     ended_at: float | None = None
     computed: int = 0
@@ -113,7 +113,7 @@ class PrefillAttempt:
         return self.prefix.extend(self.slots.extents).slots()
 
     def message(self, destination: Destination) -> PrefillRequest:
-        """What its node is asked."""
+        """The request to its node."""
         request, asks_logprobs = self.request, self.prompt_logprobs is not None
         return PrefillRequest(
             attempt=self.id,
@@ -158,7 +158,7 @@ class PrefillAttempt:
             self.progressed_at = now
 
     def note_progress(self, computed: int, current_pass: int | None, now: float) -> None:
-        """Take the node's report. A new forward pass is progress too: this attempt may wait behind others.
+        """Take the node's report. A new forward pass is progress, too: this attempt may wait for others.
 
         While the node sends, every report counts as progress, since the node has a transfer deadline of its own. After
         PrefillDone none does: only chunks are missing then, which the node must repeat.
@@ -169,7 +169,7 @@ class PrefillAttempt:
         self.computed, self.current_pass = computed, current_pass
 
     def rejection_reason(self, message: ChunkDone | PrefillDone) -> str | None:
-        """How a message contradicts the request or earlier messages, or None."""
+        """Why a message contradicts the request or earlier messages, or None."""
         if reason := self._reason_of_logprobs(message):
             return reason
         if isinstance(message, ChunkDone):
@@ -209,7 +209,7 @@ class PrefillAttempt:
     def _reason_of_logprobs(self, message: ChunkDone | PrefillDone) -> str | None:
         if self.prompt_logprobs is None:
             return "log probabilities that were not asked for" if message.prompt_logprobs else None
-        return next(filter(None, map(self.prompt_logprobs.problem, message.prompt_logprobs)), None)
+        return next(filter(None, map(self.prompt_logprobs.rejection_reason, message.prompt_logprobs)), None)
 
 
 class AttemptTable(dict[AttemptId, PrefillAttempt]):

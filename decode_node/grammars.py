@@ -1,7 +1,7 @@
 """The grammars of a decode node's requests: compiled on threads, and written into the masks of each step.
 
-Whatever a grammar needs is made with the first request that has one: the vocabulary takes seconds to read and some
-hundred megabytes, and most nodes never need it.
+The first request with a grammar loads the vocabulary, which takes seconds and some hundred megabytes. Most nodes never
+need it.
 """
 
 from collections.abc import Callable, Sequence

@@ -10,6 +10,7 @@ from engine.chunked import ChunkedPrefill, PrefillJob
 from engine.prompt_logprobs import QueuedLogprobs
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.swap_in import StagedKV
+from model.sparse_model import SparseModel
 
 
 @dataclass(eq=False)
@@ -30,7 +31,8 @@ class LocalPrefill:
     Forward passes are queued after decode steps, one at a time. The loop never waits for them.
     """
 
-    def __init__(self, prefill: ChunkedPrefill[LocalJob], coordinator: HiSparseCoordinator) -> None:
+    def __init__(self, model: SparseModel, prefill: ChunkedPrefill[LocalJob], coordinator: HiSparseCoordinator) -> None:
+        self._model = model
         self._prefill = prefill
         self._coordinator = coordinator
         self._jobs: dict[str, LocalJob] = {}
@@ -41,7 +43,7 @@ class LocalPrefill:
     @property
     def has_work(self) -> bool:
         """Whether `step` or `staged` has something to do. Aborted copies end in `staged`, too."""
-        return bool(self._jobs or self._coordinator.num_staging)
+        return bool(self._jobs or len(self._coordinator.staging))
 
     @property
     def is_idle(self) -> bool:
@@ -70,7 +72,7 @@ class LocalPrefill:
         """Give up a computing or staging request. Whether the caller must release its host slots."""
         if request.state is RequestState.STAGING:
             del self._staging[request.request_id]
-            self._coordinator.abort_staging_request(request.request_id)
+            self._coordinator.staging.abort(request.request_id)
             request.host_slots = None
             return False
         self._prefill.release(self._jobs.pop(request.request_id))
@@ -83,7 +85,7 @@ class LocalPrefill:
         self._prefill.start_waiting()
         if (step := self._prefill.plan()) is None:
             return
-        for job, queued in self._prefill.compute(step).items():
+        for job, queued in step.compute(self._model).items():
             job.queued.append(queued)
         if self._prefill.pool.kv.is_cuda:
             self._queued = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -96,7 +98,7 @@ class LocalPrefill:
     def staged(self) -> tuple[list[Request], list[tuple[Request, Exception]]]:
         """Requests whose copy has ended: those that landed and own their host slots again, and those whose copy failed,
         which the caller must end."""
-        staged = self._coordinator.poll_staging()
+        staged = self._coordinator.staging.poll()
         landed = []
         failed = [(self._staging[request_id].request, error) for request_id, error in staged.failed.items()]
         for request_id in staged.landed:
@@ -132,7 +134,7 @@ def _take_logprobs(job: LocalJob) -> str | None:
         return None
     for queued in job.queued:
         piece = queued.wait()
-        if problem := job.logprobs.problem(piece):
+        if problem := job.logprobs.rejection_reason(piece):
             return problem
         job.logprobs.add(piece)
     job.request.prompt_logprobs = job.logprobs

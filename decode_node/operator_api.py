@@ -1,4 +1,4 @@
-"""The operator's routes of a decode node. The node's loop, which owns the state, carries their actions out."""
+"""The operator's HTTP routes of a decode node. The node's loop owns the state and carries out the actions."""
 
 import secrets
 from collections.abc import Callable

@@ -71,7 +71,7 @@ def make_local_prefill(
     pool = PagedKVPool(model.spec.kv_layout, pages, config.page_size, model.device)
     memory = human(pool.kv.nbytes + pool.index_keys.nbytes)
     log.info("sized", what=f"local prefill: {pages} pages of {config.page_size} tokens, {memory} (one full context)")
-    return LocalPrefill(ChunkedPrefill(model, pool, config.chunked_prefill_size), coordinator)
+    return LocalPrefill(model, ChunkedPrefill(pool, config.chunked_prefill_size), coordinator)
 
 
 def destination_of(host: HostKVPool, transports: Transports, identity: ModelIdentity) -> Destination:

@@ -13,11 +13,11 @@ from decode_node.attempt import AttemptState, PrefillAttempt
 from decode_node.request import Request
 
 SILENCE_S = 2.5
-"""A node that has work and was not heard for so long counts as unhealthy, though not as dead."""
+"""A node that has work and was silent for this time is unhealthy. It does not count as dead."""
 FAILURES = 3
 """A node that failed this number of different requests in a row is passed over."""
 TRIAL_AFTER_S = 10.0
-"""So long after its last failure such a node gets one request on trial."""
+"""Time after the last failure when such a node gets one request on trial."""
 _REMEMBERED = 4096
 _FORGOTTEN_AFTER_S = 30.0
 """A gateway's list is dropped if the gateway is silent for this time while others send theirs every second."""

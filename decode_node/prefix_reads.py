@@ -1,12 +1,12 @@
-"""Lets prefill nodes read prefixes out of this node's pool, and keeps their slots until nobody reads them any more.
+"""Lets prefill nodes read prefixes out of this node's pool.
 
-A lease is an owner of its slots: an abort of the request, or an eviction, does not free them while a reader may be at
-them. It ends when the reader says so, with `FetchDone` or whatever says that nothing of its attempt is in flight, or is
-proved dead, or an operator vouches that it is gone. Then the slots are free at once: a read that comes too late spoils
-no memory here, and its reader compares what it got with digests.
+A lease is an owner of its slots. An abort of the request, or an eviction, does not free them while the lease lasts. It
+ends when the reader sends `FetchDone` or another message by which nothing of the attempt is in flight, when the reader
+is proved dead, or when an operator evicts the reader. Then the slots are free at once: a late read changes no memory
+here, and its reader compares the bytes with digests.
 
-A prefill node of several ranks is as many readers. What the node says it says for all of them; that a process is dead
-or gone counts for that process alone.
+Each rank of a prefill node is a reader. The node speaks for all of them. The death of a process counts for that process
+alone.
 """
 
 import time
@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 
 class PrefixReads:
-    """Grants the leases of attempts, at most one for each, and takes them back. One loop calls it.
+    """Grants leases, at most one for each attempt, and ends them. One loop calls it.
 
     submit: has the verifier compute digests, whose result comes to `digested`; False if it is too busy.
     """
@@ -46,7 +46,7 @@ class PrefixReads:
         self._submit = submit
 
     def on_request(self, sender: Peer, message: FetchRequest) -> None:
-        """Lease what was asked for, or say why not."""
+        """Grant a lease, or refuse with the reason."""
         attempt = self._attempts.get(message.attempt)
         lease = None if attempt is None else attempt.lease
         if attempt is not None and lease is not None and (lease.start, lease.stop) == (message.start, message.stop):
@@ -88,7 +88,7 @@ class PrefixReads:
             self._end(attempt)
 
     def release_dead_readers(self) -> None:
-        """Take back what processes had that are proved dead."""
+        """End the leases of processes that are proved dead."""
         for attempt, lease in self._attempts.leases:
             for reader in list(lease.readers):
                 if self._nodes.is_dead(reader, lease.leased_at):
@@ -101,7 +101,7 @@ class PrefixReads:
         return [(attempt, lease) for attempt, lease in self._attempts.leases if not attempt.is_live]
 
     def evict(self, boot_id: str) -> None:
-        """An operator vouches that this process is gone: take back what it had of attempts that have ended."""
+        """End this process's leases of attempts that have ended: an operator says that it is gone."""
         for attempt, lease in self.orphaned:
             for reader in lease.readers_of(boot_id):
                 self._gone(attempt, lease, reader)

@@ -16,12 +16,11 @@ from decode_node.request import Limits
 from decode_node.scheduler import Scheduler
 from decode_node.verifier import Verifier
 from engine.grammar.vocabulary import Vocabulary
-from engine.identity import identity_of
 from engine.runner import ModelRunner
 from hisparse.config import parse_config
 from hisparse.tiers import build_tiers
 from ranks.place import RankPlace
-from service.checkpoint import stop_token_ids
+from service.checkpoint import identity_of, stop_token_ids
 from service.node_model import NodeModel
 
 

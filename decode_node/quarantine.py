@@ -1,8 +1,7 @@
-"""Slots of attempts that were given up, until nothing can write to them any more and nobody reads them.
+"""Quarantine: slots of lost attempts, until no process can write to them or read them any more.
 
-They leave when the prefill node says that it has stopped, or is proved dead. If it is gone for good and no process
-takes its address, they would stay for ever, since silence proves nothing: an operator who knows that it is gone evicts
-them.
+They are free when the prefill node says that it has stopped, or is proved dead. If it is gone and no process takes its
+address, an operator evicts it, since silence proves nothing.
 """
 
 import time
@@ -38,7 +37,7 @@ class QuarantinedReservation(BaseModel):
     """The process's control address."""
     boot_id: str
     access: Literal["writes", "reads"] = "writes"
-    """reads: slots of a cached prefix, which nobody may give away while that process reads them."""
+    """reads: slots of a cached prefix, which are kept while that process reads them."""
     last_heard_s: float | None
     """Seconds since that process was last heard; None if that is too long ago to be known."""
     free_in_s: float | None

@@ -1,8 +1,8 @@
-"""Has prompts prefilled by other nodes.
+"""Prefills prompts by other nodes.
 
 The reservation table owns the slots of an attempt from before the prefill node learns of them until they have landed
-or nothing can write to them any more, whatever happens to the request in between. An attempt lands when the prefill
-node has confirmed its last write and all checksums match. Chunks are verified while later chunks are computed.
+or no process can write to them any more. An attempt lands when the prefill node has confirmed its last write and all
+checksums match. Chunks are verified while later chunks are computed.
 """
 
 import time
@@ -42,7 +42,7 @@ from transfer.fencing import Fence, ReservationTable
 log = structlog.get_logger(__name__)
 
 _INQUIRE_S = 0.5
-"""How often prefill nodes are looked after and asked for their progress."""
+"""How often prefill nodes are checked and asked for their progress."""
 
 PrefillMessage = (
     PrefillAccepted | ChunkDone | PrefillDone | PrefillFailed | Quiesced | NotHeld | Progress | FetchRequest | FetchDone
@@ -50,7 +50,7 @@ PrefillMessage = (
 
 
 class RemotePrefill:
-    """Owns the attempts of requests in state PREFILLING. One loop calls it.
+    """Owns the attempts of PREFILLING requests. One loop calls it.
 
     `verify` queues checksums for the verifier, whose result comes to `verified`; False if the verifier is too busy.
     `on_landed` is called when the KV of a request is complete and verified, with how many of its tokens

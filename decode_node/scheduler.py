@@ -37,7 +37,7 @@ class Scheduler:
     """Owns the requests of a decode node. Not thread safe: the node's loop calls it.
 
     While the device computes a step, the loop takes the tokens of the step before and prepares the next. So a request
-    that ends is in one more step for nothing, whose token is dropped. A request that gives way keeps the token that it
+    that ends is in one more step, whose token is dropped. A request that gives way keeps the token that it
     was about to get.
     """
 
@@ -282,7 +282,7 @@ class Scheduler:
     # --- state ---
 
     def forget_prefixes(self) -> None:
-        """Give up what is cached and not in use, as some of it may be wrong."""
+        """Drop cached blocks that are not in use: some of their KV may be wrong."""
         self._slots.clear_prefixes()
 
     def take_stepped(self) -> list[Request]:
@@ -298,7 +298,7 @@ class Scheduler:
     @property
     def holds_something(self) -> bool:
         """Whether there are requests, or slots that something may still write to."""
-        idle = self._steps.is_idle and self._remote.is_idle and not self._coordinator.num_staging
+        idle = self._steps.is_idle and self._remote.is_idle and not len(self._coordinator.staging)
         return bool(self.requests) or not idle
 
     def check_idle(self) -> None:

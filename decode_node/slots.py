@@ -1,4 +1,4 @@
-"""Gives requests their slots, takes them back, and says who gives way when a pool runs short."""
+"""Gives slots to requests, takes them back, and chooses the request that gives way when a pool runs short."""
 
 from dataclasses import dataclass
 
@@ -92,7 +92,7 @@ class SlotManager:
             request.host_slots = self._prefixes.share(request.shared_token_ids, request.host_slots, salt)
 
     def clear_prefixes(self) -> None:
-        """Give up what is cached and not in use."""
+        """Drop cached blocks that are not in use."""
         if self._prefixes is not None:
             self._prefixes.clear()
 
@@ -208,7 +208,7 @@ class SlotManager:
             request.host_slots = self._prefixes.insert(request.shared_token_ids, request.host_slots, salt)
 
     def _release_prefix(self, request: Request) -> None:
-        """At once: nobody writes to slots that are cached."""
+        """At once: no process writes to cached slots."""
         if request.host_slots is not None:
             self._coordinator.host.release(request.host_slots)
             request.host_slots = None

@@ -11,9 +11,8 @@ from control.messages import Token
 from decode_node.grammars import Grammars
 from decode_node.request import Request, RequestState
 from engine.adjustments import Ban
-from engine.batch import Batch
 from engine.grammar.errors import GrammarViolation
-from engine.runner import LaunchedStep, ModelRunner
+from engine.runner import Batch, LaunchedStep, ModelRunner
 from engine.sampling import NoToken
 from hisparse.coordinator import HiSparseCoordinator
 from ranks.barrier import GroupFailed

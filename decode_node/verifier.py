@@ -1,4 +1,4 @@
-"""Hashes KV on a thread of its own, what arrived and what is leased: hundreds of megabytes must not delay decoding."""
+"""Hashes arrived and leased KV on a thread: hundreds of megabytes must not delay decoding."""
 
 import queue
 import threading

@@ -29,7 +29,7 @@ for library in libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:li
     fi
 done
 # Only tests need these: for networks of their own, which take root, for systemd units, and for kernels run on the CPU.
-for tool in ip:iproute2 tc:iproute2 nft:nftables unshare:util-linux systemd-analyze:systemd g++:g++; do
+for tool in ip:iproute2 nft:nftables unshare:util-linux systemd-analyze:systemd g++:g++; do
     if [ "$(id -u)" -eq 0 ] && ! command -v "${tool%:*}" >/dev/null; then
         apt_install "${tool#*:}" || say "no ${tool%:*} to be had: tests that need it are skipped"
     fi

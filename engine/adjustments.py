@@ -1,7 +1,7 @@
 """Changes logits before a token is drawn: penalties, biases, and tokens that may not come.
 
-All requests of a batch are changed together, each by its own settings; for a request without any nothing changes, to
-the bit. The order is vLLM's: biases and bans, then penalties.
+A batch is changed as a whole, each request by its own settings; neutral settings change no bit. The order is vLLM's:
+biases and bans, then penalties.
 """
 
 from collections.abc import Sequence
@@ -37,9 +37,8 @@ def adjusts(sampling: Sampling) -> bool:
 class BannedTokens:
     """Tokens that may not come next in one request, in addition to those that never may (see `LogitAdjustments`).
 
-    The tokens of a bad word before its last are its prefix. Bad words are indexed once, by prefix. A step looks up the
-    end of the answer once for each length of the prefixes that end with the newest token. Words with prefixes of k
-    lengths have at least k (k + 3) / 2 tokens, so MAX_BAD_WORD_TOKENS has room for 89 lengths.
+    Bad words are indexed once, by their tokens before the last. A step looks up the end of the answer once for each
+    length of these prefixes. k lengths take at least k (k + 3) / 2 tokens, so MAX_BAD_WORD_TOKENS bounds k by 89.
     """
 
     def __init__(self, sampling: Sampling, stop_token_ids: Sequence[int]) -> None:
@@ -56,7 +55,7 @@ class BannedTokens:
         """The lengths of prefixes, by the token at their end."""
 
     def after(self, generated: Sequence[int]) -> _TokenIds:
-        """What may not follow the tokens that the request has generated, int64 [n]; some may be there twice."""
+        """Tokens that may not follow the generated ones, int64 [n], repetitions included."""
         banned = [self._stops] if len(generated) < self._min_tokens else []
         for length in self._lengths.get(generated[-1], ()) if generated else ():
             if length <= len(generated) and (found := self._last_tokens.get(tuple(generated[-length:]))) is not None:
@@ -67,8 +66,8 @@ class BannedTokens:
 class LogitAdjustments:
     """What is added to the logits of running requests, and how often they got each token; on the device, by row.
 
-    The tables take 9 bytes per row and token of the vocabulary (74 MB for 64 rows of 129,280). They are made when the
-    first request needs them, since most services never do.
+    The tables take 9 bytes per row and token of the vocabulary (74 MB for 64 rows of 129,280). The first request that
+    needs them makes them.
     """
 
     def __init__(self, max_running: int, vocab_size: int, device: torch.device) -> None:
@@ -96,9 +95,9 @@ class LogitAdjustments:
             self._fill(tables, row, sampling, prompt_ids, generated)
 
     def apply(self, logits: torch.Tensor, rows: torch.Tensor, bans: Sequence[Ban]) -> torch.Tensor:
-        """The changed logits, float32 [n, vocab], of `logits`, which stay; -inf for a token that may not come.
+        """A changed copy of logits, float32 [n, vocab]; -inf for a token that may not come.
 
-        For a batch of which some request needs it. rows: int64 [n] on the device, those of the batch's requests.
+        Only for a batch with a request that `adjusts`. rows: int64 [n] on the device.
         """
         tables = self._tables
         assert tables is not None, "a request that needs it was admitted"
@@ -117,7 +116,7 @@ class LogitAdjustments:
         return changed.sub_(presence * came)
 
     def count(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Note the drawn tokens, int64 [n], of a batch of which some request needs it; ids below 0 are none."""
+        """Note drawn tokens, int64 [n], of a batch with a request that `adjusts`; ids below 0 are no tokens."""
         assert self._tables is not None, "a request that needs it was admitted"
         came = (token_ids >= 0).to(torch.int32)
         self._tables.counts.index_put_((rows, token_ids.clamp(min=0)), came, accumulate=True)

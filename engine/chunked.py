@@ -8,7 +8,6 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from engine.prompt_logprobs import QueuedLogprobs
-from kvcache.block_cache import PromptIds
 from kvcache.page_cache import PageCache, PageLease
 from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.passes import PrefillChunk
@@ -81,13 +80,19 @@ class PrefillStep(Generic[JobT]):
 
     chunks: list[tuple[JobT, PrefillChunk]]
 
+    def compute(self, model: SparseModel) -> dict[JobT, QueuedLogprobs]:
+        """Queue the forward pass. Returns the log probabilities that its jobs ask for."""
+        wanted = [job.wanted_logprobs(chunk) for job, chunk in self.chunks]
+        queued = compute_chunks(model, [chunk for _, chunk in self.chunks], wanted)
+        return {self.chunks[number][0]: found for number, found in queued.items()}
+
 
 class ChunkedPrefill(Generic[JobT]):
-    """Computes jobs first come, first served: `chunk_size` tokens per step, of as many jobs as that takes.
+    """Plans steps of jobs, first come, first served: `chunk_size` tokens per step, of as many jobs as that takes.
 
     A job gets the pages of all its tokens before its first chunk, so a started job always ends. It keeps them until
-    `release`. A step is planned, computed and completed. One thread owns the jobs; only `compute` may run on another,
-    as long as no job of the step is released before it ends.
+    `release`. A step is planned, computed and completed. One thread owns the jobs; a step may be computed on another,
+    as long as none of its jobs is released before it ends.
 
     With a cache, a job begins after the longest prefix of its tokens that has KV: at its start, and once more before
     its first chunk, since jobs before it may have computed the same tokens meanwhile. A job of which nothing is left
@@ -98,9 +103,8 @@ class ChunkedPrefill(Generic[JobT]):
     the step wait for each layer, and leaves the job out of what it completes if that KV did not come.
     """
 
-    def __init__(self, model: SparseModel, pool: PagedKVPool, chunk_size: int, cache: PageCache | None = None) -> None:
+    def __init__(self, pool: PagedKVPool, chunk_size: int, cache: PageCache | None = None) -> None:
         """cache: of that pool; none by default."""
-        self._model = model
         self.chunk_size = chunk_size
         self.pool = pool
         self.pages = cache or PageCache(pool)
@@ -119,7 +123,7 @@ class ChunkedPrefill(Generic[JobT]):
         return self.pool.pages_for(num_tokens) <= self.pool.num_pages
 
     def add(self, job: JobT) -> None:
-        job.cached = self.pages.find(_ids(job), job.salt) if job.reuse else 0
+        job.cached = self.pages.find(job.token_ids.numpy(), job.salt) if job.reuse else 0
         self._waiting.append(job)
 
     def forget(self, job: JobT) -> None:
@@ -140,7 +144,7 @@ class ChunkedPrefill(Generic[JobT]):
         started = []
         while self._waiting:
             job = self._waiting[0]
-            job.lease = self.pages.lend(_ids(job), job.salt, job.reuse)
+            job.lease = self.pages.lend(job.token_ids.numpy(), job.salt, job.reuse)
             if job.lease is None:
                 break
             self._waiting.popleft()
@@ -168,32 +172,6 @@ class ChunkedPrefill(Generic[JobT]):
     def plan(self) -> PrefillStep[JobT] | None:
         """The next step of started jobs, or None if none can go on. Complete it, or release its jobs, before planning
         another."""
-        chunks = self._take_chunks()
-        return PrefillStep(chunks) if chunks else None
-
-    def compute(self, step: PrefillStep[JobT]) -> dict[JobT, QueuedLogprobs]:
-        """Queue the step's forward pass. Returns the log probabilities that its jobs ask for."""
-        wanted = [job.wanted_logprobs(chunk) for job, chunk in step.chunks]
-        queued = compute_chunks(self._model, [chunk for _, chunk in step.chunks], wanted)
-        return {step.chunks[number][0]: found for number, found in queued.items()}
-
-    def complete(self, step: PrefillStep[JobT], without: Set[JobT] = frozenset()) -> None:
-        """Count a step's tokens as computed, and cache them, but for those of these jobs."""
-        for job, chunk in step.chunks:
-            if job in without:
-                continue
-            job.computed = chunk.stop
-            if job.lease is not None:
-                self.pages.insert(job.lease, chunk.stop)
-            if not job.remaining and job in self._running:
-                self._running.remove(job)
-
-    def _use_cached(self, job: JobT, lease: PageLease) -> None:
-        """The job goes on after the prefix that its lease has found."""
-        job.computed = job.cached = lease.cached
-        job.pages, job.cache = lease.pages, PagedSequence(self.pool, lease.pages)
-
-    def _take_chunks(self) -> list[tuple[JobT, PrefillChunk]]:
         budget = self.chunk_size
         taken = []
         for job in list(self._running):
@@ -210,7 +188,23 @@ class ChunkedPrefill(Generic[JobT]):
             budget -= length
             ids = job.token_ids[job.computed : job.computed + length]
             taken.append((job, PrefillChunk(ids, job.computed, job.num_tokens + 1, job.cache)))
-        return taken
+        return PrefillStep(taken) if taken else None
+
+    def complete(self, step: PrefillStep[JobT], without: Set[JobT] = frozenset()) -> None:
+        """Count a step's tokens as computed, and cache them, but for those of these jobs."""
+        for job, chunk in step.chunks:
+            if job in without:
+                continue
+            job.computed = chunk.stop
+            if job.lease is not None:
+                self.pages.insert(job.lease, chunk.stop)
+            if not job.remaining and job in self._running:
+                self._running.remove(job)
+
+    def _use_cached(self, job: JobT, lease: PageLease) -> None:
+        """The job goes on after the prefix that its lease has found."""
+        job.computed = job.cached = lease.cached
+        job.pages, job.cache = lease.pages, PagedSequence(self.pool, lease.pages)
 
 
 @torch.inference_mode()
@@ -234,8 +228,3 @@ def compute_chunks(
         for number, (chunk, states, asked) in enumerate(zip(chunks, hidden, wanted, strict=True))
         if asked is not None
     }
-
-
-def _ids(job: PrefillJob) -> PromptIds:
-    ids: PromptIds = job.token_ids.numpy()
-    return ids

@@ -10,10 +10,10 @@ class DeviceFailed(ProcessFailed):
 
 
 def check_device(device: torch.device) -> None:
-    """Wait for what was queued on the device. Raises DeviceFailed if the device does not work any more.
+    """After an error: wait for what was queued on the device. Raises DeviceFailed if it does not work any more.
 
-    Call it after an error: after some (an illegal access) a CUDA context fails at everything, others (out of memory)
-    cost only the work that met them.
+    After some errors (an illegal access) a CUDA context fails at everything; others (out of memory) end only the work
+    that met them.
     """
     if device.type != "cuda":
         return
@@ -25,7 +25,7 @@ def check_device(device: torch.device) -> None:
 
 
 class Download:
-    """A copy of a tensor to the host, queued behind the work that computes it."""
+    """A copy of a tensor to the host, queued after the work that computes it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None

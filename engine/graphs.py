@@ -14,7 +14,7 @@ from model.sparse_model import SparseModel
 log = structlog.get_logger(__name__)
 
 _LEAST_TOKENS = 2048
-"""Shorter contexts are not recorded apart: scoring so few tokens costs little."""
+"""Shorter contexts have no recording: scoring few tokens costs little."""
 _CONTEXT_RATIO = 4
 """A sequence is scored over at most this many times its length."""
 
@@ -22,10 +22,9 @@ _CONTEXT_RATIO = 4
 class StepGraphs:
     """Replays the smallest recorded step that has room for the batch and for its longest sequence.
 
-    A replay launches all kernels of a step at once. Everything that differs between steps is in the tensors that the
-    step was recorded with; the graph itself looks up where tokens lie. Entries that a batch does not fill are padding,
-    for which no kernel stores, selects or copies anything. All graphs share one pool of memory, since only one runs at
-    a time.
+    Everything that differs between steps is in the tensors that the step was recorded with; the graph looks up where
+    tokens lie. Entries that a batch does not fill are padding. All graphs share one pool of memory, since only one runs
+    at a time.
     """
 
     def __init__(

@@ -10,11 +10,10 @@ import torch
 
 from control.messages import Sampling, Token
 from engine.adjustments import Ban, LogitAdjustments
-from engine.batch import Batch
 from engine.device import Download, check_device
 from engine.graphs import StepGraphs
-from engine.sampling import SETTINGS, NoToken, SamplingNeeds, draw, settings_of, tokens_of
-from hisparse.coordinator import HiSparseCoordinator
+from engine.sampling import NoToken, SamplingNeeds, Settings, draw, settings_of, tokens_of
+from hisparse.coordinator import HiSparseCoordinator, StepPlaces
 from hisparse.device_pool import upload
 from model.sparse_model import SparseModel
 
@@ -22,6 +21,22 @@ log = structlog.get_logger(__name__)
 
 _NO_TOKEN = 0
 """The token id of padding: any id that has an embedding."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The requests of one step; entry i of every field is the same request.
+
+    places: of `HiSparseCoordinator.begin_step`. uniforms: float64 [n] in [0, 1), the random number of each next token.
+    """
+
+    request_ids: tuple[str, ...]
+    places: StepPlaces
+    sampling: tuple[Sampling, ...]
+    uniforms: npt.NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
 
 
 @dataclass(eq=False)
@@ -37,17 +52,12 @@ class ModelRunner:
     """Runs the steps of a decode node. Only `collect` waits for the device.
 
     A step takes three calls: `launch` queues its forward pass, `sample` the drawing of its tokens, `collect` waits for
-    the tokens. A caller that launches step n + 1 before it collects step n keeps the device busy meanwhile:
+    the tokens. To keep the device busy: launch(n + 1), collect(n), sample(n + 1).
 
-        launch(n + 1)    its input tokens are on the device already
-        collect(n)       waits; stream, end and admit requests
-        sample(n + 1)    with all that the host knows by now
+    Device state, by row: the token that is computed next, which sampling writes, sampling settings, and what changes
+    logits. A request that ended in step n is still in step n + 1; the device reuses its row only after that step.
 
-    Device state, by the row of a running request: the token that it computes next, which sampling writes, its sampling
-    settings, and what changes its logits. A request that ended in step n is still in step n + 1. That does no harm,
-    because the device reuses its row only after that step.
-
-    One thread uses it, with the device that it computes on as the current one.
+    One thread uses it, with its device as the current one.
     """
 
     def __init__(
@@ -63,7 +73,7 @@ class ModelRunner:
         self._model = model
         self._coordinator = coordinator
         self._next_tokens = torch.full((max_running,), _NO_TOKEN, dtype=torch.int64, device=device)
-        self._settings = torch.zeros((max_running, SETTINGS), dtype=torch.float64, device=device)
+        self._settings = torch.zeros((max_running, len(Settings._fields)), dtype=torch.float64, device=device)
         self._adjustments = LogitAdjustments(max_running, model.spec.vocab_size, device)
         self._inputs = torch.full((3, max_running), -1, dtype=torch.int64, device=device)
         """Rows, newest positions, and the bits of random numbers; -1 for padding."""
@@ -83,7 +93,7 @@ class ModelRunner:
     def launch(self, batch: Batch, padded: int | None = None) -> LaunchedStep:
         """Queue the forward pass of a step that the coordinator has begun, and the copy of its new KV to the host.
 
-        padded: requests that the step computes, those of the batch and padding; by default only the batch's.
+        padded: size of the step, padding included; default: that of the batch.
         """
         inputs = np.full(self._inputs.shape, -1, dtype=np.int64)
         inputs[:, : len(batch)] = batch.places.rows, batch.places.newest, batch.uniforms.view(np.int64)
@@ -91,7 +101,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def pad(self, padded: int) -> None:
-        """Queue the forward pass of a step that has nothing but padding: other ranks of the group have requests."""
+        """Queue the forward pass of a step of padding only, for a rank without requests."""
         self._forward(np.full(self._inputs.shape, -1, dtype=np.int64), padded)
 
     def _forward(self, inputs: npt.NDArray[np.int64], size: int) -> torch.Tensor:
@@ -111,9 +121,8 @@ class ModelRunner:
     def sample(self, step: LaunchedStep, bans: Sequence[Ban] = (), masks: torch.Tensor | None = None) -> None:
         """Queue the drawing of a step's tokens, which are the input of each request's next step.
 
-        bans: tokens that requests may not get now. masks: the tokens that each request may get, int32 [batch,
-        ceil(vocab / 32)], see `engine.masking`, in pinned memory if the device is another; None: all. They
-        may be changed once the step is collected.
+        bans: tokens that requests may not get now. masks: of the batch, int32 [batch, ceil(vocab / 32)], see
+        `engine.grammar.masks`, in pinned memory for a CUDA device; None: all tokens. They may change after `collect`.
         """
         rows, _, uniforms = self._inputs[:, : len(step.batch)]
         needs = SamplingNeeds.of(step.batch.sampling)
@@ -133,10 +142,10 @@ class ModelRunner:
         return tokens_of(drawn, step.batch.sampling)
 
     def check_device(self) -> None:
-        """Call after an error outside of a step. Raises DeviceFailed if the device does not work any more."""
+        """After an error outside of a step: raise DeviceFailed if the device does not work any more."""
         check_device(self._model.device)
 
     def give_up(self, batch: Batch) -> None:
-        """Wait for what was queued of a step that failed, and count it as over. Raises DeviceFailed, see above."""
+        """Wait for what was queued of a failed step, and count it as over. Raises DeviceFailed."""
         check_device(self._model.device)
         self._coordinator.step_over(batch.places.number)

@@ -1,25 +1,26 @@
 """Picks the next token of each request from its logits.
 
-Randomness is counter-based: the i-th token of a request depends only on its seed, on i and on its logits. So a request
-keeps its random stream when it changes its node or its batch.
-
-Nothing here waits for a device. Logits stay float32. Sums over them are float64: the order in which a device adds
-depends on the batch, and must not change a token.
+Randomness is counter-based: the i-th token of a request depends only on its seed, i and its logits, whatever its node
+and batch. Nothing here waits for a device. Logits are float32. Sums over them are float64: the order in which a device
+adds depends on the batch, and must not change a token.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from control.messages import Sampling, Token
 from engine.adjustments import adjusts
-from engine.masking import few_allowed, masked
+from engine.grammar.masks import few_allowed, masked
 from kernels.operands import Threshold
 from kernels.ops import ops_on
+
+T = TypeVar("T")
 
 _NUMBERS_AHEAD = 64
 
@@ -38,9 +39,9 @@ class NoToken(Enum):
 
 @dataclass(frozen=True)
 class SamplingNeeds:
-    """What to compute for a batch. random: some request draws at random. greedy: some request does not. restricted:
-    with top_k or top_p. floored: with min_p. adjusted: some request changes its logits (`engine.adjustments`).
-    top_logprobs: the most alternatives that a request reports; None: no request reports log probabilities."""
+    """What some request of a batch needs. random: temperature above 0; greedy: 0. restricted: top_k or top_p. floored:
+    min_p. adjusted: changed logits (`engine.adjustments`). top_logprobs: the most alternatives that a request reports;
+    None: no request reports log probabilities."""
 
     random: bool
     greedy: bool
@@ -80,14 +81,23 @@ class RandomStream:
         return self._numbers[index - self._first]
 
 
-SETTINGS = 4
-"""Numbers of `settings_of`."""
+class Settings(NamedTuple, Generic[T]):
+    """How tokens are drawn, on the device a column for each field. temperature: 0 is greedy. top_k: at least 1."""
+
+    temperature: T
+    top_p: T
+    top_k: T
+    log_min_p: T
 
 
-def settings_of(sampling: Sampling, vocab_size: int) -> tuple[float, float, float, float]:
-    """A request's sampling settings on the device: temperature (0 is greedy), top_p, top_k, logarithm of min_p."""
-    top_k = min(sampling.top_k, vocab_size) if sampling.top_k > 0 else vocab_size
-    return sampling.temperature, sampling.top_p, top_k, math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
+def settings_of(sampling: Sampling, vocab_size: int) -> Settings[float]:
+    """The settings of a request."""
+    return Settings(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=min(sampling.top_k, vocab_size) if sampling.top_k > 0 else vocab_size,
+        log_min_p=math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf,
+    )
 
 
 def draw(
@@ -100,12 +110,11 @@ def draw(
 ) -> torch.Tensor:
     """Queue the sampling of a batch on the logits' device.
 
-    logits: float32 [n, vocab], those of the model, which are reported. changed: what tokens are drawn from, the same
-    shape, -inf for those that may not come. settings: float64 [SETTINGS, n], the columns of
-    `settings_of`. uniforms: float64 [n] in [0, 1). masks: which tokens may come, int32 [n, ceil(vocab / 32)] in host
-    memory (`engine.masking`); None: all. Returns float64 [n, 1 + (0 or 1 + 2 k)], which `tokens_of` reads:
-    the token, or a NoToken; where any request reports log probabilities, the token's, those of the k likeliest tokens,
-    and these tokens. A token is always one of the vocabulary: tables and embeddings are indexed with it.
+    logits: float32 [n, vocab], of the model, which are reported. changed: the logits that tokens are drawn from, -inf
+    for tokens that may not come. settings: float64 [fields of Settings, n]. uniforms: float64 [n] in [0, 1). masks:
+    int32 [n, ceil(vocab / 32)] in host memory (`engine.grammar.masks`); None: all tokens may come. Returns float64
+    [n, 1 + (0 or 1 + 2 k)], which `tokens_of` reads: the token, or a NoToken; if any request reports log probabilities,
+    the token's, those of the k likeliest tokens, and these tokens. A token is always one of the vocabulary.
     """
     if logits.device.type == "cpu":
         token_ids = _choose_by_rows(changed, settings, uniforms, needs, masks)
@@ -127,11 +136,11 @@ def draw(
 def _choose(
     changed: torch.Tensor, settings: torch.Tensor, uniforms: torch.Tensor, needs: SamplingNeeds
 ) -> torch.Tensor:
-    """The token of each row, int64 [n], or NOTHING_ALLOWED. Arguments as in `draw`. Where logits are not finite, the
-    token means nothing, and is one of the vocabulary."""
+    """The token of each row, int64 [n], or NOTHING_ALLOWED. Arguments as in `draw`. If logits are not finite, it is
+    any token of the vocabulary."""
     likeliest = changed.amax(dim=-1)
     if needs.random:
-        temperature, top_p, top_k, log_min_p = settings.unsqueeze(2)
+        temperature, top_p, top_k, log_min_p = Settings(*settings.unsqueeze(2))
         # Relative to the maximum, so that a tiny temperature cannot overflow. Greedy rows are computed and not used.
         divisor = temperature.float().clamp(min=torch.finfo(torch.float32).tiny)
         scaled = (changed - likeliest.unsqueeze(1)) / divisor
@@ -156,9 +165,8 @@ def _choose_by_rows(
     needs: SamplingNeeds,
     masks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`_choose` on a processor, with masks: as many rows at a time as there are threads, so that what is computed of a
-    large vocabulary stays in their caches. Where a mask allows few tokens, one is chosen among these alone, in their
-    order, which gives the same token."""
+    """`_choose` on a processor, with masks: as many rows at a time as there are threads, so that rows stay in caches.
+    If a mask allows few tokens, one is chosen among these alone, in their order, which gives the same token."""
     count, vocab = changed.shape
     token_ids = torch.empty(count, dtype=torch.int64)
     few = {} if masks is None else few_allowed(masks, vocab)

@@ -1,23 +1,22 @@
 """One attempt to have a request generated: the decode node that has it, and what arrived from there.
 
-Messages may be lost, but each says which index its tokens begin at, so a gap shows as soon as a later token arrives.
-Tokens behind a gap are dropped; the decode client asks for all tokens from the gap on. Log probabilities of the prompt
+Messages may be lost, but each says at which index its tokens begin, so a gap shows as soon as a later token arrives.
+Tokens after a gap are dropped; the decode client asks for all tokens from the gap on. Log probabilities of the prompt
 that are missing when the first token comes are a gap before it.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
 
 import structlog
 
 from base.block_hashes import BlockHashes
-from control.messages import Generate, Output, Peer
+from control.messages import FurtherChoice, Generate, Output, Peer, Token
 from control.prompt_logprobs import PromptLogprobs, PromptLogprobTable
-from gateway.asking import Asking
-from gateway.choice import Delta
 from gateway.errors import ApiError
-from gateway.held_answers import AnswerBytes
+from gateway.held_answers import HeldBytes
 
 log = structlog.get_logger(__name__)
 
@@ -64,15 +63,67 @@ class TokenizedRequest:
         return ApiError(500, f"{what} (request {self.request_id}); try again")
 
 
+EndReason: TypeAlias = Literal["stop", "length"]
+
+
+class Delta(NamedTuple):
+    """What new tokens add to an answer. The text of a token may come with a later delta than its id.
+
+    A named tuple, like whatever is made for each token: a frozen dataclass takes three times as long to make.
+
+    offsets: where in the answer's text each token begins, counted with the stop string. first: the answer begins with
+    these tokens; earlier ones came from a node that failed and no longer count. stop: the stop string that ended the
+    answer. prompt: with the first tokens, the log probabilities of the prompt, if they were asked for.
+    """
+
+    text: str
+    tokens: tuple[Token, ...]
+    offsets: tuple[int, ...]
+    finish_reason: EndReason | None
+    first: bool = False
+    stop: str | None = None
+    prompt: PromptLogprobTable | None = None
+
+
 @dataclass(slots=True)
-class Shortcut:
-    """A way for deltas past the tasks and generators between a decode node's message and a connection.
+class DeltaSink:
+    """Takes deltas directly to a connection, past the tasks and generators in between.
 
     take: called on the event loop with a delta while the reader of the answer waits, having dealt with all earlier
-    ones. Returns false, and does nothing, if the delta has to go the long way. None: all have to.
+    ones. Returns false, and does nothing, if the delta has to go to the reader. None: all have to.
     """
 
     take: Callable[[Delta], bool] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class PendingGenerate:
+    """A message that asks a node for some choices of a prompt. unanswered: those that the node has not answered.
+
+    key: of the repeated message, once it is sent.
+    """
+
+    node: Peer
+    unanswered: dict[str, Generate] = field(default_factory=dict)
+    key: tuple[str, str, str] | None = None
+
+    def message(self) -> Generate:
+        """What the node is told, but for the prefill nodes."""
+        # The first of a message is the one that may ask for the log probabilities of the prompt.
+        requests = sorted(self.unanswered.values(), key=lambda generate: generate.prompt_logprobs is None)
+        further = tuple(FurtherChoice(request_id=one.request_id, seed=one.sampling.seed) for one in requests[1:])
+        return requests[0].model_copy(update={"further": further})
+
+
+@dataclass(eq=False, slots=True)
+class PendingGroup:
+    """The choices of one prompt that begin together.
+
+    cached: by boot id, how many tokens of the prompt nodes have; looked up once for all choices. by_node: by boot id.
+    """
+
+    cached: Mapping[str, int]
+    by_node: dict[str, PendingGenerate] = field(default_factory=dict)
 
 
 class NodeFailed(Exception):
@@ -103,7 +154,7 @@ class _Gap:
 class Attempt:
     """A request at one decode node. Belongs to the gateway's event loop.
 
-    read: makes a delta of an output as soon as it arrives. Each output begins behind the tokens that were read, and the
+    read: makes a delta of an output as soon as it arrives. Each output begins after the tokens that were read, and the
     first one with token 0. It may find that the answer ends with it. held: counts deltas until they are taken.
     """
 
@@ -111,13 +162,13 @@ class Attempt:
     node: Peer
     started: float
     read: Callable[[Output], Delta]
-    held: AnswerBytes
-    shortcut: Shortcut
+    held: HeldBytes
+    sink: DeltaSink
     received: int = 0
     """Tokens that have arrived, none missing before the last."""
     gap: _Gap | None = None
     """What has to be sent again; another object when that begins elsewhere."""
-    asking: Asking | None = None
+    pending: PendingGenerate | None = None
     """The message that asks the node for it, until the node has answered."""
     over: bool = False
     """The node holds nothing of the request any more, and everything that it sent has arrived."""
@@ -159,7 +210,7 @@ class Attempt:
             self._wake()
 
     async def next(self) -> Sequence[Delta]:
-        """What has arrived since the last call, as it came, but for the shortcut; at least one delta.
+        """What has arrived since the last call, as it came, but for what the sink took; at least one delta.
 
         Raises NodeFailed, ApiError or what `read` has raised. Only one task may wait here.
         """
@@ -178,9 +229,11 @@ class Attempt:
             self._waiting.set_result(None)
 
     def _take_prompt(self, piece: PromptLogprobs) -> None:
-        problem = "log probabilities that were not asked for" if self.prompt is None else self.prompt.problem(piece)
-        if problem is not None:
-            log.warning("wrong log probabilities", request_id=self.request.request_id, reason=problem)
+        reason = (
+            "log probabilities that were not asked for" if self.prompt is None else self.prompt.rejection_reason(piece)
+        )
+        if reason is not None:
+            log.warning("wrong log probabilities", request_id=self.request.request_id, reason=reason)
             self.fail(self.request.failed("the request failed at its decode node"))
         elif self.prompt is not None:
             self.prompt.add(piece)
@@ -211,7 +264,7 @@ class Attempt:
                 delta = delta._replace(prompt=self.prompt)
             self._ended = delta.finish_reason is not None
             waits = self._waiting is not None and not self._waiting.done()
-            if waits and self.shortcut.take is not None and self.shortcut.take(delta):
+            if waits and self.sink.take is not None and self.sink.take(delta):
                 return
             if not waits:
                 self._count(delta)

@@ -5,28 +5,20 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import replace
 from typing import TypeVar
 
 from base.metrics import Metrics
-from gateway.answers.streamed import StreamedAnswer, rendered
-from gateway.attempt import Shortcut
-from gateway.branch import Branch
-from gateway.choice import Delta
+from gateway.answers.streamed import StreamedAnswer, encode_json
+from gateway.attempt import Delta, DeltaSink
+from gateway.choice_stream import choice_streams
 from gateway.config import GatewayConfig
 from gateway.decode_client import DecodeClient
 from gateway.errors import ApiError, timed_out
-from gateway.held_answers import AnswerBytes
-from gateway.merging import merged
-from gateway.prepared import ApiRequest, Prepared
-from gateway.preparer import Arrival, Preparer
+from gateway.held_answers import HeldBytes
+from gateway.preparer import ApiRequest, Arrival, GenerationBody, PreparedRequest, Preparer
 from gateway.registry import Capacity, NodeRegistry
 from gateway.requests.body import RequestBody, parse
-from gateway.requests.chat import ChatCompletionRequest
-from gateway.requests.completions import CompletionRequest
-from gateway.requests.conversion import ConvertedRequest
 from gateway.requests.unsupported import FieldPolicy
-from gateway.shared_prompt import with_shared_prompts
 
 _SMALL_BYTES = 64 << 10
 _LOGPROBS_AT_ONCE = 4096
@@ -57,6 +49,8 @@ class Completer:
     ) -> None:
         """may_go_first: whether the requests of an API key, or of clients without one, may go before others."""
         self.model = config.model_name
+        self.created = int(time.time())
+        """When the model was first served here, in seconds of Unix time."""
         self.preparer = preparer
         self.tokenizer = preparer.tokenizer
         self._client = client
@@ -66,7 +60,7 @@ class Completer:
         self._request_timeout = config.request_timeout
         self._prefix_cache_per_key = config.prefix_cache_per_key
         self._may_go_first = may_go_first
-        self._fields = FieldPolicy(config.strict_fields)
+        self.field_policy = FieldPolicy(config.strict_fields)
         self._small = ThreadPoolExecutor(_THREADS, thread_name_prefix="small")
         self._large = ThreadPoolExecutor(_THREADS, thread_name_prefix="large")
         self._answers = ThreadPoolExecutor(1, thread_name_prefix="answers")
@@ -84,26 +78,22 @@ class Completer:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def prepare(
-        self, body: bytes, kind: type[ApiRequest] | type[ConvertedRequest], client_key: bytes
-    ) -> Prepared:
+        self, body: bytes, kind: type[GenerationBody], id_prefix: str, client_key: bytes
+    ) -> PreparedRequest:
         """Parse, check and tokenize a request. Raises ApiError (504 if that takes longer than a request may).
 
-        client_key: the API key of its client, empty if it has none.
+        id_prefix: of the ids of its answers. client_key: the API key of its client, empty if it has none.
         """
         now = time.monotonic()
         salt_key = client_key if self._prefix_cache_per_key else None
         arrival = Arrival(now, now + self._request_timeout, self.capacity, salt_key)
         may_go_first = self._may_go_first(client_key)
 
-        def prepared(request: ApiRequest | ConvertedRequest) -> Prepared:
-            if not isinstance(request, ConvertedRequest):
-                self._check_priority(request, may_go_first)
-                name = "cmpl-" if isinstance(request, CompletionRequest) else "chatcmpl-"
-                return self.preparer.prepared(request, name, arrival)
+        def prepared(request: GenerationBody) -> PreparedRequest:
             with request.renaming():
-                chat = self.chat_of(request)
-                self._check_priority(chat, may_go_first)
-                return replace(self.preparer.prepared(chat, request.id_prefix, arrival), source=request)
+                generation = request.generation(self.field_policy)
+                self._check_priority(generation, may_go_first)
+                return self.preparer.prepared(request, generation, id_prefix, arrival)
 
         return await self.read(body, kind, prepared)
 
@@ -112,7 +102,7 @@ class Completer:
         threads = self._small if len(body) <= _SMALL_BYTES else self._large
 
         def parsed() -> _Result:
-            request = parse(kind, body, self._fields)
+            request = parse(kind, body, self.field_policy)
             self.check_model(getattr(request, "model", None))
             return work(request)
 
@@ -132,13 +122,9 @@ class Completer:
             )
             raise ApiError(403, message, param="priority", code="priority_not_allowed")
 
-    def chat_of(self, request: ConvertedRequest) -> ChatCompletionRequest:
-        """The chat completion that a request asks for. Raises ApiError."""
-        return request.as_chat(self._fields)
-
-    async def whole(self, prepared: Prepared, answer: StreamedAnswer, held: AnswerBytes) -> bytes:
+    async def whole(self, prepared: PreparedRequest, answer: StreamedAnswer, held: HeldBytes) -> bytes:
         """The complete answers as JSON. Raises ApiError; then no other answer goes on."""
-        per_token = 1 + (prepared.branches[0].generate.sampling.top_logprobs or 0)
+        per_token = 1 + (prepared.tokenized[0].generate.sampling.top_logprobs or 0)
         work = 0
         async with aclosing(self.deltas(prepared, held)) as deltas:
             async for index, some in deltas:
@@ -150,28 +136,18 @@ class Completer:
                         work = 0
                         await asyncio.sleep(0)
         if held.held <= _SMALL_BYTES and prepared.request.requested_prompt_logprobs() is None:
-            body = rendered(answer.whole())
+            body = encode_json(answer.whole())
         else:
             loop = asyncio.get_running_loop()
-            body = await loop.run_in_executor(self._answers, lambda: rendered(answer.whole()))
+            body = await loop.run_in_executor(self._answers, lambda: encode_json(answer.whole()))
         held.settle(len(body))
         return body
 
     def deltas(
-        self, prepared: Prepared, held: AnswerBytes, shortcut: Shortcut | None = None
+        self, prepared: PreparedRequest, held: HeldBytes, sink: DeltaSink | None = None
     ) -> AsyncGenerator[tuple[int, Sequence[Delta]], None]:
-        """The answers: an index, and what this answer goes on with. Raises ApiError.
-
-        Closing it early cancels the request. held: counts deltas that nobody has taken yet. shortcut: where deltas may
-        go instead if there is one answer only.
-        """
-        alone = len(prepared.branches) == 1
-        way = shortcut if shortcut is not None and alone else Shortcut()
-        branches = [Branch(prepared, number, self.tokenizer, self._metrics) for number in range(len(prepared.branches))]
-        streams = [branch.deltas(self._client, held, way) for branch in branches]
-        if prepared.shares_prompt_logprobs:
-            streams = with_shared_prompts(streams, prepared.request.computed_choices)
-        return merged(streams)
+        """As `choice_streams`."""
+        return choice_streams(prepared, self.tokenizer, self._metrics, self._client, held, sink)
 
     def close(self) -> None:
         for threads in (self._small, self._large, self._answers):

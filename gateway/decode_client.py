@@ -1,9 +1,8 @@
 """Runs requests on the decode nodes.
 
-A request is at one decode node at a time; choices of one prompt are requests of their own, which a node is asked for in
-one message. If that node refuses it, dies or falls silent, the next node begins it anew,
-as long as its client has no token of it; otherwise the request fails. However a request ends, a node that may still be
-working on it is told to stop.
+A request is at one decode node at a time. Choices of one prompt are requests of their own, which a node is asked for in
+one message. If the node refuses a request, dies or falls silent, the next node begins it anew if the client has no
+token of it; otherwise the request fails. However a request ends, a node that may still work on it is told to stop.
 
 The client is told what kind of failure it was, and the request's id. The nodes' reasons are for the log.
 """
@@ -17,11 +16,17 @@ import structlog
 
 from control.messages import Accepted, Cancel, Ended, Output, Outputs, Peer, Rejected, Resend
 from control.plane import ControlPlane
-from gateway.asking import Beginning
-from gateway.attempt import Attempt, NodeFailed, Shortcut, TokenizedRequest
-from gateway.choice import Delta
+from gateway.attempt import (
+    Attempt,
+    Delta,
+    DeltaSink,
+    NodeFailed,
+    PendingGenerate,
+    PendingGroup,
+    TokenizedRequest,
+)
 from gateway.errors import ApiError, context_length_exceeded, timed_out, unavailable
-from gateway.held_answers import AnswerBytes
+from gateway.held_answers import HeldBytes
 from gateway.registry import SILENT_AFTER_S, NodeRegistry
 
 log = structlog.get_logger(__name__)
@@ -45,8 +50,8 @@ class DecodeClient:
         self._attempts: dict[str, Attempt] = {}
         self._groups: dict[str, dict[str, Attempt]] = {}
         """The same attempts by group: choices of one prompt."""
-        self._beginning: dict[str, Beginning] = {}
-        """By group, what has begun and is about to be asked for."""
+        self._pending: dict[str, PendingGroup] = {}
+        """By group, choices that have begun and are about to be asked for."""
         self._cancelling: dict[_Key, tuple[Peer, float]] = {}
         """By key of each repeated Cancel: the node that it is sent to, and until when."""
         self._closed = False
@@ -61,15 +66,15 @@ class DecodeClient:
         return len(self._attempts)
 
     async def stream(
-        self, request: TokenizedRequest, read: Callable[[Output], Delta], held: AnswerBytes, shortcut: Shortcut
+        self, request: TokenizedRequest, read: Callable[[Output], Delta], held: HeldBytes, sink: DeltaSink
     ) -> AsyncGenerator[Sequence[Delta], None]:
-        """What `read` makes of the outputs of a request, as much as is there, but for what goes by the shortcut.
+        """What `read` makes of the outputs of a request, as much as is there, but for what the sink takes.
 
         Raises ApiError. Closing it early cancels the request at its node.
         """
         failures: dict[str, NodeFailed] = {}
         while True:
-            attempt = self._begin(request, failures, read, held, shortcut)
+            attempt = self._begin(request, failures, read, held, sink)
             try:
                 while True:
                     arrived = await attempt.next()
@@ -102,7 +107,7 @@ class DecodeClient:
                 if attempt := self._attempt(message.request_id, sender):
                     self._answered(attempt)
                     attempt.over = True
-                    attempt.fail(_refusal(message, sender))
+                    attempt.fail(_rejection_reason(message, sender))
             case Outputs():
                 now = time.monotonic()
                 for output in message.rows():
@@ -164,7 +169,7 @@ class DecodeClient:
             if full:
                 text, retry_after = "all decode nodes are full; try again later", max(1, math.ceil(min(full)))
                 raise ApiError(429, text, code="queue_full", retry_after=retry_after)
-            raise unavailable(self._registry.missing(now) or "no decode node could take the request; try again")
+            raise unavailable(self._registry.unready_reason(now) or "no decode node could take the request; try again")
         return node
 
     def _begin(
@@ -172,45 +177,46 @@ class DecodeClient:
         request: TokenizedRequest,
         failures: Mapping[str, NodeFailed],
         read: Callable[[Output], Delta],
-        held: AnswerBytes,
-        shortcut: Shortcut,
+        held: HeldBytes,
+        sink: DeltaSink,
     ) -> Attempt:
         """Begin an attempt. Its node is asked once all choices that begin together are known.
 
         Raises ApiError if there is no node for it.
         """
         now, group = time.monotonic(), request.group
-        beginning = self._beginning.get(group)
-        if beginning is None:
-            beginning = self._beginning[group] = Beginning(self._registry.cached(request.block_hashes))
+        pending = self._pending.get(group)
+        if pending is None:
+            pending = self._pending[group] = PendingGroup(self._registry.cached(request.block_hashes))
             # Nodes refuse choices one by one. They should go to the next node together, too.
             wait = _GATHER_S if failures and request.generate.group else 0.0
             asyncio.get_running_loop().call_later(wait, self._ask, group)
-        attempt = Attempt(request, self._choose(request, failures, now, beginning.cached), now, read, held, shortcut)
+        attempt = Attempt(request, self._choose(request, failures, now, pending.cached), now, read, held, sink)
         self._attempts[request.request_id] = attempt
         self._groups.setdefault(group, {})[request.request_id] = attempt
-        attempt.asking = beginning.add(attempt.node, request.generate)
+        attempt.pending = pending.by_node.setdefault(attempt.node.boot_id, PendingGenerate(attempt.node))
+        attempt.pending.unanswered[request.request_id] = request.generate
         self._registry.assign(attempt.node, request.tokens)
         return attempt
 
     def _ask(self, group: str) -> None:
         """Send nodes the requests that have begun and not ended meanwhile."""
-        beginning, now = self._beginning.pop(group), time.monotonic()
-        for asking in beginning.by_node.values():
-            if not asking.unanswered:
+        group_pending, now = self._pending.pop(group), time.monotonic()
+        for pending in group_pending.by_node.values():
+            if not pending.unanswered:
                 continue
-            message = asking.message()
+            message = pending.message()
             prompt_tokens = len(message.prompt_ids)
-            prefill_nodes = self._registry.rank_prefill(now, prompt_tokens, beginning.cached)
+            prefill_nodes = self._registry.rank_prefill(now, prompt_tokens, group_pending.cached)
             for_prefill = {
                 "prefill_nodes": tuple(prefill_nodes),
                 "longest_prompts": self._registry.longest_prompts(now),
                 "prefill_ranks": self._registry.prefill_ranks(now),
             }
-            asking.key = _key("generate", message.request_id, asking.node)
-            self._control.repeat(asking.key, asking.node, message.model_copy(update=for_prefill))
+            pending.key = _key("generate", message.request_id, pending.node)
+            self._control.repeat(pending.key, pending.node, message.model_copy(update=for_prefill))
             if prefill_nodes:
-                to_compute = prompt_tokens - beginning.cached.get(prefill_nodes[0].boot_id, 0)
+                to_compute = prompt_tokens - group_pending.cached.get(prefill_nodes[0].boot_id, 0)
                 self._registry.assign(prefill_nodes[0], to_compute)
 
     def _node_of_group(self, request: TokenizedRequest, failures: Mapping[str, NodeFailed]) -> Peer | None:
@@ -226,7 +232,7 @@ class DecodeClient:
         del self._attempts[request_id], self._groups[group][request_id]
         if not self._groups[group]:
             del self._groups[group]
-        was_asked = attempt.asking is None or attempt.asking.key is not None
+        was_asked = attempt.pending is None or attempt.pending.key is not None
         self._answered(attempt)
         if attempt.gap is not None:
             self._control.answered(_key("resend", request_id, attempt.node))
@@ -247,7 +253,7 @@ class DecodeClient:
     def _deliver_output(self, sender: Peer, output: Output, now: float) -> None:
         attempt = self._attempt(output.request_id, sender)
         if attempt is not None:
-            if attempt.asking is not None:
+            if attempt.pending is not None:
                 self._answered(attempt)
             gap = attempt.gap
             attempt.deliver(output, now)
@@ -262,9 +268,11 @@ class DecodeClient:
 
     def _answered(self, attempt: Attempt) -> None:
         """The node need not be asked for it again."""
-        asking, attempt.asking = attempt.asking, None
-        if asking is not None and asking.answered(attempt.request.request_id) and asking.key is not None:
-            self._control.answered(asking.key)
+        pending, attempt.pending = attempt.pending, None
+        if pending is not None:
+            pending.unanswered.pop(attempt.request.request_id, None)
+            if not pending.unanswered and pending.key is not None:
+                self._control.answered(pending.key)
 
     def _ask_again(self, attempt: Attempt) -> None:
         """Ask for the tokens of a gap that is new, or no longer for those of one that is closed."""
@@ -286,7 +294,7 @@ class DecodeClient:
         return attempt if attempt is not None and attempt.node.boot_id == sender.boot_id else None
 
 
-def _refusal(rejected: Rejected, node: Peer) -> Exception:
+def _rejection_reason(rejected: Rejected, node: Peer) -> Exception:
     if rejected.code != "too_long":
         return NodeFailed(rejected.reason, rejected.retry_after if rejected.code == "queue_full" else None)
     log.warning(

@@ -1,7 +1,15 @@
-"""From token ids to text as they arrive: the detokenizers and the stop-string matcher."""
+"""From token ids to text as they arrive: tokens' bytes, detokenizers, stop strings, and the text of one answer."""
 
 import codecs
+import re
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer, decoders
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from control.messages import Output
+from gateway.attempt import Delta, EndReason
 
 _INCOMPLETE = "\ufffd"
 _WINDOW = 16
@@ -10,8 +18,47 @@ _OVERLAP = 6
 """Tokens kept when the window moves, as context for the next token: a leading space, a split character."""
 _CHARACTER = 4
 """Bytes of the longest character in UTF-8, and so the most tokens that a character is split over."""
+_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
+"""How sentencepiece spells a single byte, for text that is not in its vocabulary."""
 
 Decode = Callable[[Sequence[int]], str]
+
+
+class TokenBytes:
+    """The bytes of a tokenizer's tokens. Any thread may call it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+        decoder = tokenizer.decoder
+        self.make_text = isinstance(decoder, decoders.ByteLevel)
+        """Whether text is nothing but its tokens' bytes, one after the other."""
+        is_byte_level = decoder is not None and decoder.decode(["\u0120"]) == " "
+        # GPT-2's characters for bytes, which every byte-level tokenizer uses.
+        self._byte_of = {char: byte for byte, char in bytes_to_unicode().items()} if is_byte_level else {}
+        self._known: dict[int, bytes] = {}
+        """Those that were asked for, at most the vocabulary."""
+
+    def of(self, token_id: int) -> bytes:
+        """The token's bytes, which may be part of a character; none of an id that the tokenizer does not know."""
+        known = self._known.get(token_id)
+        if known is None:
+            spelled = self._tokenizer.id_to_token(token_id)
+            if spelled is None:
+                return b""
+            known = self._known[token_id] = self._of(token_id, spelled)
+        return known
+
+    def _of(self, token_id: int, spelled: str) -> bytes:
+        if self._byte_of:
+            # As the decoder has it: added tokens are spelled as they are, unless they look like bytes.
+            is_bytes = all(character in self._byte_of for character in spelled)
+            return bytes(self._byte_of[character] for character in spelled) if is_bytes else spelled.encode()
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        if byte := _FALLBACK.fullmatch(spelled):
+            return bytes([int(byte[1], 16)])
+        return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
 
 class ByteDetokenizer:
@@ -97,7 +144,7 @@ class WindowDetokenizer:
             kept = self._decode(self._window[cut:])
             if kept[-1:] == self._text[-1:]:
                 break
-            # With some tokenizers a character that is cut in two changes the characters behind it.
+            # With some tokenizers a character that is cut in two changes the characters after it.
             cut -= 1
         else:
             if len(self._window) <= 2 * _WINDOW:
@@ -155,3 +202,59 @@ class StopMatcher:
     def _release(self, end: int) -> str:
         released, self._held = self._held[:end], self._held[end:]
         return released
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How the text of an answer is made of its tokens.
+
+    stops: strings that end it. includes_stop: they are part of the text. min_tokens: nothing ends it before that many
+    tokens. skipped: tokens that are not part of the text. prompt_only: it has no tokens. One was generated, since a
+    decode node generates at least one.
+    """
+
+    stops: tuple[str, ...] = ()
+    includes_stop: bool = False
+    min_tokens: int = 0
+    skipped: frozenset[int] = frozenset()
+    prompt_only: bool = False
+
+
+class ChoiceText:
+    """Detokenizes an answer and ends it at a stop string."""
+
+    __slots__ = ("_detokenizer", "_length", "_matcher", "_min_tokens", "_prompt_only")
+
+    def __init__(self, detokenizer: ByteDetokenizer | WindowDetokenizer, options: TextOptions) -> None:
+        self._prompt_only = options.prompt_only
+        self._min_tokens = options.min_tokens
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(options.stops, options.includes_stop)
+        self._length = 0
+        """Characters that the detokenizer has returned."""
+
+    def push(self, output: Output) -> Delta:
+        """Text and tokens, cut after the token that completed a stop string. Outputs come in order, none twice."""
+        if self._prompt_only:
+            return Delta("", (), (), "length", output.start == 0)
+        matcher = self._matcher
+        text = ""
+        offsets: list[int] = []
+        for token in output.tokens:
+            offsets.append(self._length)
+            piece = self._detokenizer.push(token.token_id)
+            self._length += len(piece)
+            text += matcher.push(piece, output.start + len(offsets) >= self._min_tokens)
+            if matcher.stop is not None:
+                break
+        # Attempts keep other reasons to themselves.
+        finish_reason: EndReason | None = output.finish_reason  # type: ignore[assignment]
+        if finish_reason is not None and matcher.stop is None:
+            piece = self._detokenizer.finish()
+            self._length += len(piece)
+            text += matcher.push(piece, ends=True)
+            text += matcher.finish()
+        if matcher.stop is not None:
+            finish_reason = "stop"
+        tokens = output.tokens[: len(offsets)]
+        return Delta(text, tokens, tuple(offsets), finish_reason, output.start == 0, matcher.stop)

@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Literal
 
 from starlette.responses import JSONResponse, Response
+from typing_extensions import TypedDict
 
 ANTHROPIC_PATH = "/v1/messages"
-"""Errors at this path and below are Anthropic's."""
+"""Errors at this path and below it are Anthropic's."""
 
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -20,6 +21,35 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 _TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
+
+
+class ErrorDetail(TypedDict):
+    """param: the field that is wrong, where there is one."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(TypedDict):
+    """An error, as OpenAI's API writes it."""
+
+    error: ErrorDetail
+
+
+class AnthropicErrorDetail(TypedDict):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(TypedDict):
+    """An error, as Anthropic's API writes it."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
 
 
 @dataclass(eq=False)
@@ -36,17 +66,16 @@ class ApiError(Exception):
     def __str__(self) -> str:
         return self.message
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Error:
         kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def anthropic_body(self) -> dict[str, Any]:
+    def anthropic_body(self) -> AnthropicError:
         kind = _ANTHROPIC_TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def response(self, path: str = "") -> Response:
         """path: of the request, which decides the form."""
-        anthropic = path == ANTHROPIC_PATH or path.startswith(ANTHROPIC_PATH + "/")
         headers = {}
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
@@ -55,9 +84,13 @@ class ApiError(Exception):
         if self.code == "draining":
             # A new connection leads the client's next attempt to a gateway that serves.
             headers["Connection"] = "close"
-        return JSONResponse(
-            self.anthropic_body() if anthropic else self.body(), status_code=self.status, headers=headers
-        )
+        body = self.anthropic_body() if is_anthropic(path) else self.body()
+        return JSONResponse(body, status_code=self.status, headers=headers)
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether errors at a path have the form of Anthropic's."""
+    return path == ANTHROPIC_PATH or path.startswith(ANTHROPIC_PATH + "/")
 
 
 def shown(value: object) -> str:

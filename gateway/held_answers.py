@@ -29,24 +29,28 @@ class HeldAnswers:
         self.held = 0
         self._leaving = 0
         """Those of them whose requests are about to end."""
-        self._open: set[AnswerBytes] = set()
+        self._open: set[HeldBytes] = set()
         """Requests that are not about to end."""
 
-    def account(self) -> "AnswerBytes":
+    def account(self) -> "HeldBytes":
         """The account of one more request. It has to be closed."""
-        account = AnswerBytes(self)
+        account = HeldBytes(self)
         self._open.add(account)
         return account
 
-    def add(self, account: "AnswerBytes", size: int) -> None:
-        """size: negative where less is held than before."""
+    def add(self, account: "HeldBytes", size: int) -> None:
+        """Count bytes; a negative size where less is held than before."""
         account.held += size
         self.held += size
         if account.error is not None:
             self._leaving += size
 
-    def check(self, account: "AnswerBytes") -> ApiError | None:
-        """End this request if it holds too much, or the largest if all together do. Returns why this one ends."""
+    def take(self, account: "HeldBytes", size: int) -> ApiError | None:
+        """Count bytes. End this request if it holds too much, and the largest if all together do.
+
+        Returns why this request ends, if it does; then the bytes do not count.
+        """
+        self.add(account, size)
         limits = self.limits
         if account.held > limits.per_request:
             text = (
@@ -58,14 +62,16 @@ class HeldAnswers:
             text = "this gateway holds as many bytes of answers as it may; try again later"
             error = ApiError(503, text, code="service_unavailable", retry_after=1.0)
             self._end(max(self._open, key=lambda each: each.held), "too_many_bytes", error)
+        if account.error is not None:
+            self.add(account, -size)
         return account.error
 
-    def close(self, account: "AnswerBytes") -> None:
+    def close(self, account: "HeldBytes") -> None:
         """Forget a request."""
         self.add(account, -account.held)
         self._open.discard(account)
 
-    def _end(self, account: "AnswerBytes", reason: str, error: ApiError) -> None:
+    def _end(self, account: "HeldBytes", reason: str, error: ApiError) -> None:
         self._open.discard(account)
         account.error = error
         self._leaving += account.held
@@ -74,7 +80,7 @@ class HeldAnswers:
             account.abort()
 
 
-class AnswerBytes:
+class HeldBytes:
     """The bytes that the answers to one request take. Belongs to the gateway's event loop."""
 
     __slots__ = ("_all", "abort", "error", "held")
@@ -89,18 +95,9 @@ class AnswerBytes:
 
     def take(self, size: int) -> None:
         """Count bytes that are held from now on. Raises ApiError, and counts none, if the request is to end."""
-        error = self.error
-        if error is None:
-            everything, limits = self._all, self._all.limits
-            self.held += size
-            everything.held += size
-            if self.held <= limits.per_request and everything.held <= limits.total:
-                return
-            error = everything.check(self)
-            if error is None:
-                return
-            everything.add(self, -size)
-        raise error
+        error = self.error or self._all.take(self, size)
+        if error is not None:
+            raise error
 
     def give(self, size: int) -> None:
         """Count bytes no longer."""
@@ -113,5 +110,5 @@ class AnswerBytes:
             raise self.error
 
     def close(self) -> None:
-        """The answers are written or dropped."""
+        """Forget the request: its answers are written or dropped."""
         self._all.close(self)

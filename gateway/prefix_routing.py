@@ -1,9 +1,101 @@
-"""Which node takes a request: the one that has its prefix, unless that node is much fuller than another."""
+"""Which node takes a request: which prefixes each node has cached, weighed against load.
 
-from collections.abc import Mapping, Sequence
+Nodes know exactly and compare token ids. The gateway keeps 64-bit hashes (`base.block_hashes`), and what it thinks
+may be out of date: a wrong guess costs a hit and never a wrong token. Nodes send updates (`control.cache_reports`), and
+a whole one when the acknowledged serial shows that one was missed. So the index is right again after a restart of
+either side, and applying an update twice is applying it once.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from base.block_hashes import BLOCK_TOKENS, BlockHashes
+from control.messages import CacheUpdate
 
 TOLERANCE = 1.0
 """Part of the mean load by which a node may be fuller than the emptiest one before its load counts."""
+
+
+@dataclass
+class _NodeBlocks:
+    """known: hashes, the one that was used last at the end. serial: of the last update."""
+
+    known: dict[int, None] = field(default_factory=dict)
+    serial: int = 0
+
+
+class PrefixIndex:
+    """Blocks by node. Not thread-safe: the gateway's event loop owns it.
+
+    Nodes are known by boot id, so a node that restarted begins with nothing. Of each node up to `max_blocks` blocks are
+    kept, those that were used last; a block takes some 100 bytes.
+    """
+
+    def __init__(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
+        self._nodes: dict[str, _NodeBlocks] = {}
+
+    def apply(self, boot_id: str, update: CacheUpdate) -> None:
+        """Note an update. If one before it is missing, `serial` stays as it is.
+
+        What it says is noted even so. An update that came before is ignored.
+        """
+        node = self._nodes.setdefault(boot_id, _NodeBlocks())
+        if update.serial <= node.serial:
+            return
+        if update.whole:
+            node.known.clear()
+        for name in update.lost_hashes.tolist():
+            node.known.pop(name, None)
+        self._use(node, update.gained_hashes.tolist())
+        if update.whole or update.serial == node.serial + 1:
+            node.serial = update.serial
+
+    def serial(self, boot_id: str) -> int:
+        """Of a node's last update before which none is missing; 0 if there is none."""
+        node = self._nodes.get(boot_id)
+        return node.serial if node else 0
+
+    def forget(self, boot_id: str) -> None:
+        """That process is gone."""
+        self._nodes.pop(boot_id, None)
+
+    def blocks(self, boot_id: str) -> int:
+        """How many blocks are known of a node."""
+        node = self._nodes.get(boot_id)
+        return len(node.known) if node else 0
+
+    def matched(self, hashes: BlockHashes) -> dict[str, int]:
+        """How many tokens at the beginning of a prompt each node that sent updates has, by boot id.
+
+        hashes: uint64 [blocks], of the prompt's blocks. Those that are found count as used.
+        """
+        names = hashes.tolist()
+        found = {}
+        for boot_id, node in self._nodes.items():
+            blocks = _leading(names, node.known)
+            self._use(node, names[:blocks])
+            found[boot_id] = blocks * BLOCK_TOKENS
+        return found
+
+    def _use(self, node: _NodeBlocks, newest_first: list[int]) -> None:
+        """Put blocks at the new end, and drop those at the old end that are too many."""
+        known = node.known
+        for name in reversed(newest_first):
+            known.pop(name, None)
+            known[name] = None
+        while len(known) > self._max_blocks:
+            del known[next(iter(known))]
+
+
+def _leading(names: Iterable[int], known: dict[int, None]) -> int:
+    """How many of `names`, from the first on, are known."""
+    count = 0
+    for name in names:
+        if name not in known:
+            break
+        count += 1
+    return count
 
 
 def ranked(nodes: Sequence[str], cached: Mapping[str, int], load: Mapping[str, int]) -> list[str]:

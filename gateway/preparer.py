@@ -1,8 +1,9 @@
 """What is to be generated for a request: its prompts as tokens, checked lengths, grammar, and how text is made."""
 
+import hashlib
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pydantic import ValidationError
 
@@ -12,24 +13,88 @@ from base.wire import first_error
 from control.grammar import Grammar, Lark
 from control.messages import Generate
 from gateway.attempt import TokenizedRequest
-from gateway.choice import TextOptions
 from gateway.config import GatewayConfig
+from gateway.detokenizer import TextOptions
 from gateway.errors import ApiError, shown
-from gateway.formats import ChatFormat, FormatError, ToolSet, choose_format
-from gateway.prepared import ApiRequest, ChatReading, Prepared
+from gateway.formats.conversation import FormatError
+from gateway.formats.families import ChatFormat, choose_format
+from gateway.formats.parsing import CallParser
+from gateway.formats.tools import ToolSet
 from gateway.registry import Capacity
 from gateway.requests.chat import ChatCompletionRequest
 from gateway.requests.completions import CompletionRequest, Prompt
-from gateway.salts import salt_of
+from gateway.requests.conversion import ConvertedRequest
 from gateway.tokenizer import CheckpointTokenizer
 
 MAX_SETTINGS_BYTES = 8 << 20
 """Of several prompts, what travels with each of them besides its tokens, as JSON: all together."""
 
 
+ApiRequest = CompletionRequest | ChatCompletionRequest
+GenerationBody = ApiRequest | ConvertedRequest
+
+
+@dataclass(frozen=True)
+class ChatReading:
+    """How the answers of a chat are taken apart. tools: those that may be called. reasoning: they begin with it."""
+
+    format: ChatFormat
+    tools: ToolSet
+    reasoning: bool
+
+    def parser(self, whole: bool) -> CallParser:
+        """A parser of one answer. whole: the answer does not stream, so calls that break are text."""
+        return self.format.parser(self.tools, reasoning=self.reasoning, whole_calls=whole)
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """What decode nodes are to generate for a request.
+
+    body: of the endpoint, of which `request` was made. tokenized: one for each answer to be generated, those of the
+    first prompt first; its id is `request_id`, or that and a number where there are several. text: how their text is
+    made. reading: of a chat, how its answers are taken apart.
+    """
+
+    request: ApiRequest
+    request_id: str
+    tokenized: tuple[TokenizedRequest, ...]
+    text: TextOptions
+    body: GenerationBody
+    reading: ChatReading | None = None
+    cached: dict[int, int] = field(default_factory=dict)
+    """By number of the answer, tokens of its prompt that were not computed for it, as soon as a node has said so."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts, each counted once: so are they held, and sent."""
+        return sum(len(each.prompt_ids) for each in self.tokenized[:: self.request.computed_choices])
+
+    def first_choice(self, index: int) -> int:
+        """The number of the first answer to the same prompt. index: of the answers that are given."""
+        return index // self.request.choices * self.request.computed_choices
+
+    def prompt_ids(self, index: int) -> tuple[int, ...]:
+        """The prompt of an answer that is given."""
+        return self.tokenized[self.first_choice(index)].prompt_ids
+
+    @property
+    def cached_tokens(self) -> int:
+        """Those of `prompt_tokens` that were computed for none of the answers."""
+        choices = self.request.computed_choices
+        known = [self.cached.get(number, 0) for number in range(len(self.tokenized))]
+        return sum(min(known[first : first + choices]) for first in range(0, len(known), choices))
+
+    @property
+    def shares_prompt_logprobs(self) -> bool:
+        """Whether the first choice of each prompt has the log probabilities of its tokens computed for all of them."""
+        first = self.tokenized[0]
+        return bool(first.generate.group) and first.generate.prompt_logprobs is not None
+
+
 @dataclass(frozen=True)
 class Arrival:
-    """What matters of a request beside its body.
+    """What matters of a request in addition to its body.
 
     time, deadline: in time.monotonic. capacity: the largest request that can be served then. salt_key: the API key that
     separates its cached prefixes from others', or None.
@@ -56,8 +121,8 @@ class Preparer:
         """Special tokens that are no part of an answer's text; the parsers of chats look for the others."""
         self._block_hasher = block_hasher
 
-    def prepared(self, request: ApiRequest, id_prefix: str, arrival: Arrival) -> Prepared:
-        """What is to be generated. Raises ApiError for a request that cannot be carried out."""
+    def prepared(self, body: GenerationBody, request: ApiRequest, id_prefix: str, arrival: Arrival) -> PreparedRequest:
+        """What is to be generated for `request`, which `body` asks for. Raises ApiError if that cannot be done."""
         request_id = f"{id_prefix}{uuid.uuid4().hex}"
         sampling = request.sampling(self.tokenizer)
         prompts, reading = self._prompts(request, arrival.capacity)
@@ -66,7 +131,7 @@ class Preparer:
         grammar = _grammar(request, reading, self.tokenizer.added_ids)
         request.check_prompt_logprobs(sum(map(len, prompts)))
         prompt_logprobs = request.requested_prompt_logprobs()
-        salt = salt_of(request.cache_salt, arrival.salt_key)
+        salt = _salt(request.cache_salt, arrival.salt_key)
         choices = request.computed_choices
         firsts = [
             TokenizedRequest(
@@ -91,7 +156,7 @@ class Preparer:
         ]
         _check_settings(firsts)
         text = self._text_options(request, reading, stop_token_ids)
-        return Prepared(request, request_id, _branches(firsts, choices), text, reading)
+        return PreparedRequest(request, request_id, _choices(firsts, choices), text, body, reading)
 
     def _prompts(self, request: ApiRequest, capacity: Capacity) -> tuple[list[list[int]], ChatReading | None]:
         """The token ids of the prompts, and of a chat, how its answers are taken apart. Raises ApiError."""
@@ -169,7 +234,7 @@ def _check_settings(firsts: Sequence[TokenizedRequest]) -> None:
         )
 
 
-def _branches(firsts: Sequence[TokenizedRequest], choices: int) -> tuple[TokenizedRequest, ...]:
+def _choices(firsts: Sequence[TokenizedRequest], choices: int) -> tuple[TokenizedRequest, ...]:
     """All answers, given the first one of each prompt. Each has its own id and its own seed.
 
     Of those that share their prompt only the first has its log probabilities computed.
@@ -177,7 +242,7 @@ def _branches(firsts: Sequence[TokenizedRequest], choices: int) -> tuple[Tokeniz
     if len(firsts) * choices == 1:
         return tuple(firsts)
 
-    def branch(first: TokenizedRequest, number: int, choice: int) -> TokenizedRequest:
+    def choice_of(first: TokenizedRequest, number: int, choice: int) -> TokenizedRequest:
         shared = first.generate
         own = {
             "request_id": f"{shared.request_id}-{number * choices + choice}",
@@ -186,11 +251,11 @@ def _branches(firsts: Sequence[TokenizedRequest], choices: int) -> tuple[Tokeniz
         }
         return replace(first, generate=shared.model_copy(update=own))
 
-    return tuple(branch(first, number, choice) for number, first in enumerate(firsts) for choice in range(choices))
+    return tuple(choice_of(first, number, choice) for number, first in enumerate(firsts) for choice in range(choices))
 
 
 def _grammar(request: ApiRequest, reading: ChatReading | None, added_ids: Mapping[str, int]) -> Grammar | None:
-    """What the answers have to look like. Behind reasoning, if they begin with it. Raises ApiError.
+    """What the answers have to look like, after their reasoning. Raises ApiError.
 
     added_ids: the tokenizer's added tokens, by their text.
     """
@@ -212,6 +277,19 @@ def _grammar(request: ApiRequest, reading: ChatReading | None, added_ids: Mappin
         return None if structure is None else Grammar(root=structure, after=after)
     except ValidationError as error:
         raise ApiError(400, f"the structure of the answer: {first_error(error)['msg']}") from error
+
+
+def _salt(given: str | None, client_key: bytes | None) -> str:
+    """The salt of a request for decode nodes. given: `cache_salt` of the body. client_key: None if all clients share.
+
+    A digest, so that it tells nodes neither of the two, and that no body can name what another client's key makes.
+    """
+    if given is None and client_key is None:
+        return ""
+    salt = hashlib.sha256(b"hisparse-pd prefix cache")
+    for part in (None if given is None else given.encode(), client_key):
+        salt.update(b"-" if part is None else b"+" + len(part).to_bytes(8, "little") + part)
+    return salt.hexdigest()
 
 
 def chat_format_of(config: GatewayConfig, tokenizer: CheckpointTokenizer) -> ChatFormat | None:

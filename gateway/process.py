@@ -26,23 +26,22 @@ from control.messages import (
     Rejected,
 )
 from control.plane import ControlPlane
+from gateway.admission import Admission, RequestLimits
 from gateway.completer import Completer
 from gateway.config import API_KEYS_VARIABLE, GatewayConfig
 from gateway.decode_client import DecodeClient
 from gateway.errors import ApiError, unavailable
-from gateway.guard import Guard, RequestLimits
 from gateway.held_answers import AnswerLimits, HeldAnswers
 from gateway.keys import ApiKeys
-from gateway.prefix_index import PrefixIndex
+from gateway.prefix_routing import PrefixIndex
 from gateway.preparer import Preparer, chat_format_of
 from gateway.registry import NodeRegistry
 from gateway.server import ApiServer
 from gateway.tokenizer import CheckpointTokenizer
+from service.config import check_clients, check_processes
 from service.connection import ConnectionLimits
-from service.descriptors import raise_file_limit
-from service.exposure import check_clients, check_processes
 from service.http_server import HttpServer
-from service.lifecycle import STOP_SIGNALS, Lifecycle
+from service.lifecycle import STOP_SIGNALS, Lifecycle, raise_file_limit
 from service.status import bind_http, status_router
 from service.tls import server_tls
 
@@ -135,12 +134,12 @@ class Gateway:
             context_length,
             lambda key: config.allow_priority or (keys is not None and keys.may_go_first(key)),
         )
-        app = ApiServer(self._completer, self._refusal).app()
-        app.include_router(status_router(self.metrics, self._missing, self._refresh))
+        app = ApiServer(self._completer, self._rejection_reason).app()
+        app.include_router(status_router(self.metrics, self._unready_reason, self._refresh))
         self._answers = HeldAnswers(answer_limits, self.metrics.answers_ended)
-        self._guard = Guard(app, keys, limits, self._answers, self.metrics.http_refused)
+        self._admission = Admission(app, keys, limits, self._answers, self.metrics.http_refused)
         self._http = HttpServer(
-            self._guard,
+            self._admission,
             self._listener,
             ConnectionLimits(_max_connections(config.max_concurrent_requests), config.header_timeout),
             self.metrics.http_refused,
@@ -228,16 +227,16 @@ class Gateway:
             log.error("node refused", role=sender.role, node=sender.address, reason=answer.reason)
         self.control.send(sender, answer)
 
-    def _missing(self) -> str | None:
+    def _unready_reason(self) -> str | None:
         """What keeps this gateway from serving, or None."""
-        return self.registry.missing(time.monotonic()) if self.lifecycle.serving else "draining"
+        return self.registry.unready_reason(time.monotonic()) if self.lifecycle.serving else "draining"
 
-    def _refusal(self) -> ApiError | None:
+    def _rejection_reason(self) -> ApiError | None:
         """Why no request can be taken now, or None."""
         if not self.lifecycle.serving:
             return ApiError(503, "the gateway is shutting down", code="draining", retry_after=1.0)
-        missing = self._missing()
-        return None if missing is None else unavailable(missing)
+        reason = self._unready_reason()
+        return None if reason is None else unavailable(reason)
 
     def _refresh(self) -> None:
         """Bring the gauges up to date before a scrape."""

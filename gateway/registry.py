@@ -20,8 +20,7 @@ from control.messages import (
     Registered,
     Role,
 )
-from gateway.prefix_index import PrefixIndex
-from gateway.prefix_routing import ranked
+from gateway.prefix_routing import PrefixIndex, ranked
 
 SILENT_AFTER_S = 3.0
 FORGOTTEN_AFTER_S = 60.0
@@ -76,11 +75,11 @@ class NodeRegistry:
             known = None
         if peer.role != offer.role:
             return Refused(via=offer.via, reason=f"a {peer.role} process cannot register as {offer.role} node")
-        conflict = self._conflict(peer, offer, now)
-        if conflict:
+        reason = self._mismatch_reason(peer, offer, now)
+        if reason:
             if known is not None:
                 self._forget(known)
-            return Refused(via=offer.via, reason=f"{offer.role} node {peer.address} refused: {conflict}")
+            return Refused(via=offer.via, reason=f"{offer.role} node {peer.address} refused: {reason}")
         if known is None:
             self._nodes[peer.address] = Node(peer, offer, last_heartbeat=now)
         else:
@@ -95,7 +94,8 @@ class NodeRegistry:
         """Note a node's load. A node that is unknown, or that differs from the others by now, must register again."""
         self._forget_silent(now)
         node = self._find(peer)
-        if node is not None and not node.live(now) and not node.leaving and self._conflict(peer, node.offer, now):
+        silent = node is not None and not node.live(now) and not node.leaving
+        if node is not None and silent and self._mismatch_reason(peer, node.offer, now):
             self._forget(node)
             node = None
         if node is None:
@@ -187,7 +187,7 @@ class NodeRegistry:
 
         return Capacity(context=longest(decode), prompt=longest(computing))
 
-    def missing(self, now: float) -> str | None:
+    def unready_reason(self, now: float) -> str | None:
         """What keeps a request from being served now, or None."""
         if not any(node.ready for node in self._live(now, "decode")):
             return "no live decode node is registered"
@@ -212,8 +212,8 @@ class NodeRegistry:
         prefill = bool(self._ready_prefill(now))
         return [node for node in self._live(now, "decode") if node.ready and (prefill or node.offer.local_prefill)]
 
-    def _conflict(self, peer: Peer, offer: Register, now: float) -> str:
-        """How the offer differs from a live node or from this gateway, or an empty string."""
+    def _mismatch_reason(self, peer: Peer, offer: Register, now: float) -> str | None:
+        """How the offer differs from a live node or from this gateway, or None."""
         for other in self._nodes.values():
             if other.peer.address == peer.address or not other.live(now):
                 continue
@@ -225,8 +225,8 @@ class NodeRegistry:
                 return f"{differences} of {other.offer.role} node {other.peer.address}"
         if self._checkpoint is not None and offer.checkpoint is not None:
             differences = offer.checkpoint.differences(self._checkpoint)
-            return f"{differences} of this gateway" if differences else ""
-        return ""
+            return f"{differences} of this gateway" if differences else None
+        return None
 
     def _forget_silent(self, now: float) -> None:
         for node in list(self._nodes.values()):

@@ -10,10 +10,9 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from gateway.answers.streamed import StreamedAnswer
-from gateway.attempt import Shortcut
-from gateway.choice import Delta
+from gateway.attempt import Delta, DeltaSink
 from gateway.errors import ApiError
-from gateway.held_answers import AnswerBytes
+from gateway.held_answers import HeldBytes
 from service.chunks import LARGE_BYTES, ChunkWriter
 
 log = structlog.get_logger(__name__)
@@ -30,7 +29,7 @@ _DELTAS_AT_ONCE = 16
 class EventStream(StreamingResponse):
     """An answer as server-sent events. However the response ends, the answer is closed, which frees its decode node.
 
-    Where the connection takes chunks, most deltas are written as soon as they arrive (`Shortcut`). The other ones, as
+    Where the connection takes chunks, most deltas are written as soon as they arrive (`DeltaSink`). The other ones, as
     the first, the last and those that a slow client waits for, come through `deltas`.
     """
 
@@ -40,7 +39,7 @@ class EventStream(StreamingResponse):
         request_id: str,
         first: Deltas,
         deltas: AsyncGenerator[Deltas, None],
-        shortcut: Shortcut,
+        sink: DeltaSink,
     ) -> None:
         """first: what `deltas` has yielded already."""
         self._events = _events(answer, request_id, first, deltas)
@@ -51,7 +50,7 @@ class EventStream(StreamingResponse):
         )
         self._answer = answer
         self._deltas = deltas
-        self._shortcut = shortcut
+        self._sink = sink
         self._chunks: ChunkWriter | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,7 +65,7 @@ class EventStream(StreamingResponse):
     async def stream_response(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         if self._chunks is not None and self._chunks.open:
-            self._shortcut.take = _DirectWriter(self._answer, self._chunks).take
+            self._sink.take = _DirectWriter(self._answer, self._chunks).take
             async for lines in self._events:
                 await self._chunks.write(lines)
         else:
@@ -83,7 +82,7 @@ class WholeAnswer(Response):
 
     media_type = "application/json"
 
-    def __init__(self, body: bytes, request_id: str, held: AnswerBytes) -> None:
+    def __init__(self, body: bytes, request_id: str, held: HeldBytes) -> None:
         super().__init__(body)
         self._request_id = request_id
         self._held = held
@@ -114,7 +113,7 @@ class WholeAnswer(Response):
 
 
 class _DirectWriter:
-    """Writes deltas of the only answer of a request: what a Shortcut takes."""
+    """Writes deltas of the only answer of a request: what a DeltaSink takes."""
 
     __slots__ = ("_answer", "_chunks")
 
@@ -128,7 +127,7 @@ class _DirectWriter:
             return False
         if self._answer.kept_bytes > LARGE_BYTES:
             return False
-        self._chunks.write_soon(self._answer.written(0, delta))
+        self._chunks.write_soon(self._answer.encode_delta(0, delta))
         return True
 
 
@@ -137,7 +136,7 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     """The lines of a stream, those of all deltas that are waiting at once."""
     if opening := answer.begin():
-        yield answer.lines(opening)
+        yield answer.encode(opening)
     try:
         if lines := await _lines(answer, *first):
             yield lines
@@ -147,17 +146,17 @@ async def _events(
                     await asyncio.sleep(0)
                 some = deltas[start : start + _DELTAS_AT_ONCE]
                 if answer.kept_bytes > LARGE_BYTES:
-                    for event in (event for delta in some for event in answer.more(index, delta)):
-                        yield answer.lines([event])
+                    for event in (event for delta in some for event in answer.delta_events(index, delta)):
+                        yield answer.encode([event])
                 elif lines := await _lines(answer, index, some):
                     yield lines
         if last := answer.end():
-            yield answer.lines(last)
+            yield answer.encode(last)
     except ApiError as error:
-        yield answer.lines(answer.failed(error))
+        yield answer.encode(answer.failed(error))
     except Exception:
         log.exception("a stream failed", request_id=request_id)
-        yield answer.lines(answer.failed(ApiError(500, f"internal error (request {request_id})")))
+        yield answer.encode(answer.failed(ApiError(500, f"internal error (request {request_id})")))
     if answer.last_line:
         yield answer.last_line
 
@@ -166,10 +165,10 @@ async def _lines(answer: StreamedAnswer, index: int, deltas: Sequence[Delta]) ->
     """The lines of deltas. Those of a prompt's log probabilities, which come with the first delta of an answer, may
     take a second: a thread makes them."""
 
-    def written() -> bytes:
-        return b"".join([answer.written(index, delta) for delta in deltas])
+    def encoded() -> bytes:
+        return b"".join([answer.encode_delta(index, delta) for delta in deltas])
 
-    return written() if deltas[0].prompt is None else await asyncio.to_thread(written)
+    return encoded() if deltas[0].prompt is None else await asyncio.to_thread(encoded)
 
 
 async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

@@ -11,9 +11,8 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from base.errors import StartupError
-from gateway.detokenizer import ByteDetokenizer, WindowDetokenizer
+from gateway.detokenizer import ByteDetokenizer, TokenBytes, WindowDetokenizer
 from gateway.errors import ApiError
-from gateway.token_bytes import TokenBytes
 from model.checkpoint import read_json
 from service.checkpoint import identify, positive_int, stop_token_ids
 
@@ -70,7 +69,7 @@ class CheckpointTokenizer:
     ) -> str:
         """The prompt that the chat template makes of a conversation. Raises ApiError if the template refuses it.
 
-        tools: None where there are none. variables: passed to the template beside these.
+        tools: None where there are none. variables: passed to the template with these.
         """
         if reserved := variables.keys() & self._reserved_variables:
             name = min(reserved)
@@ -88,7 +87,7 @@ class CheckpointTokenizer:
             raise ApiError(400, "messages: the chat template cannot render them", param="messages") from error
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
-        """The ways in which tokens spell a word: at the beginning of a text, and behind a space."""
+        """The ways in which tokens spell a word: at the beginning of a text, and after a space."""
         alone = word.lstrip()
         return sorted({tuple(ids) for text in (alone, " " + alone) if (ids := self.encode(text, special_tokens=False))})
 

@@ -10,8 +10,7 @@ import numpy.typing as npt
 import structlog
 import torch
 
-from hisparse.copy_stream import CopyStream
-from hisparse.staging import Staged, StagingArea
+from hisparse.staging import CopyStream, StagingArea
 from hisparse.step import DecodeStep, StepError
 from hisparse.swap_in import StagedKV, SwapInBackend, SwapInCounters
 from kvcache.extents import HostSlots, SlotAccountingError
@@ -63,7 +62,7 @@ class HiSparseCoordinator:
     is never written back, because each new token is copied to the host in the step that computes it.
 
     The caller owns a request's host slots until it admits the request, directly (it runs) or into staging (its prompt
-    is copied to the host first), and after `poll_staging` or `retract_request` has handed them back. In between the
+    is copied to the host first), and after `staging.poll` or `retract_request` has handed them back. In between the
     coordinator owns them.
 
     Invariants:
@@ -87,7 +86,7 @@ class HiSparseCoordinator:
         self._backend = backend
         self._verify = verify
         self._copy_stream = copy_stream
-        self._staging = StagingArea(backend, copy_stream)
+        self.staging = StagingArea(backend, copy_stream)
         self._running: dict[str, _RunningRequest] = {}
         self._begun = 0
         self._over = 0
@@ -121,46 +120,30 @@ class HiSparseCoordinator:
     def admit_request_into_staging(
         self, request_id: str, host_slots: HostSlots, staged: StagedKV, num_tokens: int, first: int = 0
     ) -> None:
-        """Start to copy a prompt that was computed on this node to the host, beside the step loop.
+        """Start to copy a prompt that was computed on this node to the host, in parallel to the step loop.
 
-        first: positions before it are in host memory already, and `staged` begins with it. Takes over `host_slots` and
-        the staged pages until `poll_staging` names the request or it is aborted.
+        first: the position that `staged` begins with; the host has those before it. Takes over `host_slots` and the
+        staged pages until `staging.poll` names the request or it is aborted.
         """
         self._check_admission(request_id, host_slots, num_tokens)
-        self._staging.start(request_id, host_slots, staged, num_tokens, first)
-
-    def poll_staging(self) -> Staged:
-        """Requests whose prompt is on the host now, and those whose copy failed.
-
-        The host slots of the former are the caller's again, for `admit_request_direct`; the latter hold nothing. Call
-        it in every turn of the loop: it also frees what aborted requests held.
-        """
-        return self._staging.poll()
-
-    def abort_staging_request(self, request_id: str) -> bool:
-        """Give up a request in staging: its pages and host slots are released when its copy is over.
-
-        False if it is not in staging, or not any more.
-        """
-        return self._staging.abort(request_id)
+        self.staging.start(request_id, host_slots, staged, num_tokens, first)
 
     # Decoding
 
     def append_tokens(self, request_ids: Sequence[str]) -> dict[str, Tier]:
         """Give every request room for its next token: a host slot, an index page, a hot slot.
 
-        All or nothing per request, in the given order. Nothing changes for a request that has the room already.
-        Returns the requests that got no room, with the tier that was short. Raises ValueError for a request that is at
-        the context's end.
+        All or nothing per request, in the given order. Returns the requests that got no room, with the tier that was
+        short. Raises ValueError for a request at the end of the context.
         """
         tiers = {request_id: self._grow(self._request(request_id)) for request_id in request_ids}
         return {request_id: tier for request_id, tier in tiers.items() if tier is not None}
 
     def begin_step(self, request_ids: Sequence[str]) -> StepPlaces:
-        """Count one more token of each request, all of which must have room for it (`append_tokens`).
+        """Count one more token of each request. Raises StepError for a request that has no room (`append_tokens`).
 
-        The caller then queues the step that computes these tokens (`cache`), before it calls anything else here, and
-        calls `step_over` when the device has finished it. Raises StepError for a request that has no room.
+        The caller queues the step (`cache`) before it calls anything else here, and calls `step_over` when the device
+        has finished it.
         """
         if not request_ids or len(set(request_ids)) != len(request_ids):
             raise ValueError(f"a step needs distinct requests, found {list(request_ids)}")
@@ -193,10 +176,9 @@ class HiSparseCoordinator:
     # Leaving
 
     def retract_request(self, request_id: str) -> HostSlots:
-        """Free all that a running request has on the device, and return the host slots, which hold all its tokens.
+        """Free what a running request has on the device. Returns its host slots, which the caller owns.
 
-        The caller owns them; there may be more of them than tokens. It resumes the request with
-        `admit_request_direct` and the same `num_tokens`, or gives the slots to `release_host`.
+        The caller resumes the request by `admit_request_direct` with the same `num_tokens`, or calls `release_host`.
         """
         return self._leave(request_id).host_slots
 
@@ -224,27 +206,22 @@ class HiSparseCoordinator:
     @property
     def releasing_slots(self) -> int:
         """Host slots that become free when a step or a copy that may still touch them is over."""
-        return sum(len(slots) for _, slots in self._releasing) + self._staging.aborted_slots
+        return sum(len(slots) for _, slots in self._releasing) + self.staging.aborted_slots
 
     @property
     def num_running(self) -> int:
         return len(self._running)
-
-    @property
-    def num_staging(self) -> int:
-        """Requests in staging, including aborted ones whose copy is not over."""
-        return len(self._staging)
 
     def counters(self) -> SwapInCounters:
         """What was swapped in since the start, and what could not be. Any thread may ask."""
         return self._backend.counters()
 
     def is_idle(self) -> bool:
-        """Whether no request is here, and every pool is exactly as full as at start, but for what the prefix cache has.
+        """Whether no request is here and every pool, apart from the prefix cache, is as full as at start.
 
         False while the caller holds host slots. Raises SlotAccountingError if something leaked on the device.
         """
-        if self._running or len(self._staging) or self._releasing:
+        if self._running or len(self.staging) or self._releasing:
             return False
         self.check_integrity()
         return self.host.used == 0
@@ -252,8 +229,7 @@ class HiSparseCoordinator:
     def check_integrity(self) -> None:
         """Raise SlotAccountingError unless rows, slots and pages in use are exactly those of running requests.
 
-        Waits for the device, and raises what it failed at. Swap-in violations raise nothing: their count never falls,
-        and says nothing about the pools.
+        Waits for the device, and raises its errors.
         """
         self._backend.drain()
         self.host.check_integrity()
@@ -264,10 +240,7 @@ class HiSparseCoordinator:
             self._residency.check_integrity(request.row)
 
     def close(self) -> None:
-        """Stop the copy stream and unpin the host pool, which nobody else may read or write any more.
-
-        Errors of a device that has failed are logged.
-        """
+        """Stop the copy stream and unpin the host pool. Errors of a device that has failed are logged."""
         for end in (self._copy_stream.shutdown, self._backend.drain, self.host.close):
             try:
                 end()
@@ -279,12 +252,12 @@ class HiSparseCoordinator:
     def _request(self, request_id: str) -> _RunningRequest:
         request = self._running.get(request_id)
         if request is None:
-            where = "in staging" if request_id in self._staging else "unknown"
+            where = "in staging" if request_id in self.staging else "unknown"
             raise LifecycleError(f"request {request_id} is {where}, not running")
         return request
 
     def _check_admission(self, request_id: str, host_slots: HostSlots, num_tokens: int) -> None:
-        if request_id in self._running or request_id in self._staging:
+        if request_id in self._running or request_id in self.staging:
             raise LifecycleError(f"request {request_id} is here already")
         if not 0 <= num_tokens <= min(len(host_slots), self.device.max_context):
             raise ValueError(

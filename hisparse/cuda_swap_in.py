@@ -57,7 +57,7 @@ class CudaSwapIn(SwapInBackend):
         self.block_size = block_size or default_block_size(top_k)
         self._counters = torch.zeros(4, dtype=torch.int64, device=self._on)
         self._reading = torch.cuda.Stream(self._on)  # type: ignore[no-untyped-call]
-        for pools in ((host.kv, device.kv), (host.index_keys, self._device_index_keys)):
+        for pools in ((host.kv, device.kv), (host.index_keys, self.device_index_keys)):
             copy_kernel(self._on, pools[0].shape[-1], are_aligned(*pools))
         self._kernels: dict[tuple[torch.dtype, torch.dtype], DeviceKernel] = {}
         self._clusters: dict[int, int] = self._kernel(torch.int64, torch.int64).cluster_sizes()

@@ -17,7 +17,7 @@ _GROWTH = 64
 
 
 def upload(values: Sequence[int] | npt.NDArray[Any], into: torch.Tensor) -> torch.Tensor:
-    """Copy values to a tensor on a device, in the order of its work and without waiting for it. Returns the tensor."""
+    """Copy values to a tensor on a device, in the order of its work, without waiting. Returns the tensor."""
     tensor = torch.as_tensor(values)
     if into.is_cuda:  # a copy from memory that is not pinned waits until the device has come to it
         tensor = tensor.pin_memory()
@@ -162,7 +162,7 @@ class DeviceKVPool:
         return min(hot, self._pages.counts[row] * self.index_page_size, self.max_context)
 
     def slots_for(self, num_tokens: int) -> int:
-        """Hot slots that a request of so many tokens needs."""
+        """Hot slots that a request of `num_tokens` tokens needs."""
         return self._granules_for(num_tokens) * self.hot_granule
 
     def growth_reserve(self) -> int:

@@ -24,7 +24,7 @@ simply no longer resident. Other selected positions are looked up:
 5. The hand moves to just after the m-th victim. With m = 0 it stays and no bit is lost.
 
 As hits and distinct misses together are at most H, victims always suffice. In parallel form the rank of a victim is a
-prefix sum over the hot indices in clock order: among the unprotected with bit 0, or, behind all of those, among the
+prefix sum over the hot indices in clock order: among the unprotected with bit 0, or, after all of those, among the
 unprotected with bit 1; the victims are the unprotected with rank < m.
 
 Where a position is takes two tables that point at each other: position p is at hot index h if `hot_of[p]` is h and

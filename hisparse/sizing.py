@@ -40,7 +40,7 @@ class Sizes:
 
     @property
     def prefix_cache_bytes(self) -> int:
-        """Main memory that the prefix cache may come to take beside the pool."""
+        """Main memory that the prefix cache may take in addition to the pool."""
         return self.num_host_slots // BLOCK_TOKENS * BLOCK_BYTES if self.has_prefix_cache else 0
 
     @property
@@ -71,11 +71,10 @@ def plan_sizes(
 ) -> Sizes:
     """Size the tiers. has_prefix_cache: whether the host pool keeps one.
 
-    Wanted are a full hot buffer for every running request, or `max_device_slots` if that is less, and index pages for
-    every token that the host pool holds or that the running requests may have, whichever is less. Where device memory
-    is short, there are fewer hot slots, and with `host_to_device_ratio` fewer host slots and index pages in proportion.
-    Raises StartupError if the host pool exceeds the available memory, or if the pools cannot serve even one request of
-    `context_length` tokens.
+    Wanted are a full hot buffer for every running request, at most `max_device_slots`, and index pages for every token
+    of the host pool, at most those of all running requests. If device memory is short, there are fewer hot slots, and
+    with `host_to_device_ratio` fewer host slots and index pages in proportion. Raises StartupError if the host pool
+    exceeds the available memory, or if the pools cannot serve one request of `context_length` tokens.
     """
     if min(max_running_requests, context_length, index_page_size) < 1:
         raise StartupError(
@@ -155,24 +154,19 @@ def describe(sizes: Sizes) -> list[str]:
         hot_reason = f"max-device-slots; full buffers for {sizes.max_requests} running requests would be {full}"
     else:
         hot_reason = f"what fits, of {sizes.asked_device_slots} for {sizes.max_requests} running requests"
+    prefix_cache = [
+        f"prefix cache: up to {sizes.num_host_slots // BLOCK_TOKENS} blocks of {BLOCK_TOKENS} tokens, in host slots "
+        f"that no request needs, and {human(sizes.prefix_cache_bytes)} beside them"
+    ] * sizes.has_prefix_cache
     return [
         f"host pool: {sizes.num_host_slots} slots, {human(sizes.host_bytes)} "
         f"({sizes.layout.token_bytes} bytes per token, {host_reason})",
-        *_describe_prefix_cache(sizes),
+        *prefix_cache,
         f"hot slots: {sizes.num_device_slots}, {human(sizes.hot_bytes)} "
         f"({config.device_buffer_size} + 1 per request; {hot_reason})",
         f"index pages: {sizes.num_index_pages} of {sizes.index_page_size} tokens, {human(sizes.index_bytes)} "
         "(every token of a running request has its index keys on the device)",
         f"tables: {human(sizes.table_bytes)} ({sizes.max_requests} rows of {sizes.max_context} positions)",
-    ]
-
-
-def _describe_prefix_cache(sizes: Sizes) -> list[str]:
-    if not sizes.has_prefix_cache:
-        return []
-    return [
-        f"prefix cache: up to {sizes.num_host_slots // BLOCK_TOKENS} blocks of {BLOCK_TOKENS} tokens, in host slots "
-        f"that no request needs, and {human(sizes.prefix_cache_bytes)} beside them"
     ]
 
 

@@ -1,10 +1,79 @@
-"""Requests whose prompt was computed on this node and is being copied from device pages to the host tier."""
+"""Requests whose prompt was computed on this node and is copied from device pages to the host tier.
 
+Copies run in order, in parallel to the step loop, on a `CopyStream`. A `CopyEvent` is the end of one.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
-from hisparse.copy_stream import CopyEvent, CopyStream
+import torch
+
 from hisparse.swap_in import StagedKV, SwapInBackend
 from kvcache.extents import HostSlots
+
+
+class CopyEvent(Protocol):
+    """The end of one submitted copy; a `concurrent.futures.Future` is one."""
+
+    def done(self) -> bool:
+        """Whether the copy is over and touches no memory any more. It may have failed."""
+
+    def result(self) -> None:
+        """Block until the copy is over, and raise what it raised."""
+
+
+class CopyStream(Protocol):
+    """Runs copies one after the other; a `ThreadPoolExecutor` of one thread is one."""
+
+    def submit(self, copy: Callable[[], None], /) -> CopyEvent:
+        """Queue a copy and return at once."""
+
+    def shutdown(self) -> None:
+        """Finish what is queued and stop."""
+
+
+class CudaCopyEvent:
+    """A CopyEvent recorded after a copy. error: why the copy, or a part of it, was not queued."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def result(self) -> None:
+        self._event.synchronize()
+        if self._error is not None:
+            raise self._error
+
+
+class CudaCopyStream:
+    """A CopyStream of one CUDA stream.
+
+    On the device, a copy waits for what its caller's stream was given before: kernels there write the pages that it
+    reads. The caller's stream does not wait for the copy: ask its event before reusing what it touches.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def submit(self, copy: Callable[[], None], /) -> CudaCopyEvent:
+        """Queue a copy: `copy` is called at once and must not wait for the device."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        error = None
+        with torch.cuda.stream(self._stream):
+            try:
+                copy()
+            except Exception as raised:  # `result` raises it
+                error = raised
+            return CudaCopyEvent(error)
+
+    def shutdown(self) -> None:
+        self._stream.synchronize()
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,8 +95,7 @@ class Staged:
 class StagingArea:
     """Owns the pages and host slots that a copy may touch, and releases them exactly once.
 
-    A copy is never interrupted: an aborted request keeps its pages and slots until its copy is over. Its id is free
-    for another request at once.
+    A copy is never interrupted: an aborted request keeps its pages and slots until then. Its id is free at once.
     """
 
     def __init__(self, backend: SwapInBackend, stream: CopyStream) -> None:
@@ -55,7 +123,7 @@ class StagingArea:
         self._staging[request_id] = _Staging(request_id, staged, host_slots, event)
 
     def abort(self, request_id: str) -> bool:
-        """See `HiSparseCoordinator.abort_staging_request`."""
+        """Give up a request: its pages and host slots are released after its copy. False if it is not in staging."""
         entry = self._staging.pop(request_id, None)
         if entry is None:
             return False
@@ -64,7 +132,10 @@ class StagingArea:
         return True
 
     def poll(self) -> Staged:
-        """See `HiSparseCoordinator.poll_staging`."""
+        """Requests whose prompt is on the host now, and those whose copy failed. Call it in every turn of the loop.
+
+        The caller owns the host slots of the former again; the latter hold nothing.
+        """
         self._release_aborted()
         staged = Staged([], {})
         for entry in [entry for entry in self._staging.values() if entry.event.done()]:

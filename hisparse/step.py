@@ -4,26 +4,31 @@ from dataclasses import dataclass
 
 import torch
 
+from hisparse.device_pool import DeviceKVPool
 from hisparse.swap_in import StepBatch, SwapInBackend, SwapInPlan
-from hisparse.verify import verify_swap_in
 from kernels.operands import PagedKeys
+from kvcache.host_pool import HostKVPool
 
 
 class StepError(RuntimeError):
     """A decode step was used out of turn."""
 
 
+class SwapInMismatchError(RuntimeError):
+    """A selected position is not where swap-in said it is: invariant 2 is broken."""
+
+
 @dataclass(eq=False)
 class DecodeStep:
-    """The KV tiers as one decode step sees them: the decode cache that the model runs against.
+    """The decode cache that the model runs against in one step.
 
-    The model stores the new tokens' items and index keys in each layer and swaps in what it selected; `finish` copies
-    the new tokens to the host. On a device everything is queued in the order of the calls. A recorded step is carried
+    In each layer the model stores the new tokens' items and index keys and swaps in what it selected; `finish` copies
+    the new tokens to the host. A device carries everything out in the order of the calls. A recorded step is carried
     out again at each replay, for the values that `rows` and `newest` hold then; its tensors must stay.
 
     to_be_verified: check every swap-in against the host copy, which is slow. rows, newest: int64 [batch] on the device,
-    below 0 for padding. max_tokens: of the longest sequence, the newest included. lengths: sequence lengths on the
-    host, None where only the device knows them.
+    below 0 for padding. max_tokens: of the longest sequence, the newest included. lengths: of sequences, on the host;
+    None if only the device knows them.
     """
 
     backend: SwapInBackend
@@ -54,11 +59,11 @@ class DecodeStep:
 
     def append(self, layer: int, items: torch.Tensor) -> None:
         """Store the new tokens' KV items of one layer, uint8 [batch, item_bytes], in their hot slots."""
-        self.backend.store_items(layer, self.batch, items)
+        self.backend.store(items, self.backend.device.kv[layer], self.batch.newest_slots)
 
     def append_index_keys(self, index_layer: int, keys: torch.Tensor) -> None:
         """Store the new tokens' index keys of one index layer, uint8 [batch, index_key_bytes]."""
-        self.backend.store_index_keys(index_layer, self.batch, keys)
+        self.backend.store(keys, self.backend.device_index_keys[index_layer], self.batch.newest_index_rows)
 
     def index_pages(self, index_layer: int) -> PagedKeys:
         """The index keys to score against, new tokens included."""
@@ -98,10 +103,39 @@ class DecodeStep:
         self._plans.clear()  # a recorded step lives on, and plans are large
 
     def verify(self) -> None:
-        """Compare what was swapped in, by the last replay if the step is recorded, with the host copy.
+        """If the step is to be verified: compare what was swapped in (by the last replay) with the host copy.
 
-        A layer's hot buffer is changed by its own swap-in only, so what it holds now is what attention read. Waits for
-        the device. Does nothing unless the step is to be verified. Raises SwapInMismatchError.
+        Only a layer's own swap-in changes its hot buffer, so it holds what attention read. Waits for the device. Raises
+        SwapInMismatchError.
         """
         for layer, positions, slots in self._to_verify:
             verify_swap_in(self.backend.host, self.backend.device, self.batch, layer, positions, slots)
+
+
+def verify_swap_in(
+    host: HostKVPool, device: DeviceKVPool, batch: StepBatch, layer: int, positions: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Compare, byte by byte, every selected position's device slot with its host copy or the newest slot.
+
+    positions, slots: int64 [batch, k], what the layer selected and swap-in's answer, -1 where there is none.
+    Raises ValueError if a position is beyond its row's newest, and SwapInMismatchError, naming the first, if a slot is
+    not the position's.
+    """
+    if bool((positions > batch.newest[:, None]).any()):
+        raise ValueError("a position beyond the newest was selected")
+    is_newest = positions == batch.newest[:, None]
+    expected_newest = batch.newest_slots[:, None].expand_as(slots)
+    older = (positions >= 0) & ~is_newest
+    wrong = torch.where(is_newest, slots != expected_newest, (slots < 0) != (positions < 0))
+
+    entry_batch, entry_place = (older & ~wrong).nonzero(as_tuple=True)
+    host_slots = device.host_slot_of[batch.rows[entry_batch], positions[entry_batch, entry_place]]
+    on_device = device.kv[layer][slots[entry_batch, entry_place]].cpu()
+    on_host = host.kv[layer][host_slots.cpu()]
+    wrong[entry_batch, entry_place] = (on_device != on_host).any(1).to(wrong.device)
+    if bool(wrong.any()):
+        at, place = (int(index) for index in wrong.nonzero()[0])
+        raise SwapInMismatchError(
+            f"layer {layer}, row {int(batch.rows[at])}: position {int(positions[at, place])} is not what lies at "
+            f"device slot {int(slots[at, place])} ({int(wrong.sum())} such entries)"
+        )

@@ -17,8 +17,7 @@ from kvcache.host_pool import HostKVPool
 class StepBatch:
     """The requests of one step and where their newest token goes. All int64 [batch], on the device.
 
-    An entry that is below 0 in all of them is padding: nothing is stored, selected or copied for it. Recorded steps
-    have padding, and those of a rank that has fewer requests than others of its group.
+    An entry that is below 0 in all of them is padding: nothing is stored, selected or copied for it.
 
     rows: rows of the device pool, distinct. newest: the newest position. newest_slots: its slot in the device pool.
     newest_index_rows: its place in `index_keys.flatten(1, 2)`. newest_host_slots: its slot in the host pool.
@@ -48,10 +47,9 @@ class SwapInPlan:
 class SwapInCounters:
     """Monotonic totals. Hits and misses are counted once per index layer, bytes once per layer.
 
-    violations: what a resolve could not serve because an invariant was broken. These are selected positions beyond the
-    newest or below -1, which are taken for -1, and misses without a host slot or a device slot, for which nothing is
-    copied. Tokens of some running request are wrong then. No backend raises for them: a device finds them when the
-    caller has gone on, and does not say whose they were.
+    violations: broken invariants. These are selected positions beyond the newest or below -1, which are taken for -1,
+    and misses without a host slot or a device slot, for which nothing is copied. Tokens of some running request are
+    wrong then. No backend raises for them: a device finds them after the caller has gone on.
     """
 
     hits: int
@@ -77,15 +75,15 @@ class StagedKV:
 class SwapInBackend(ABC):
     """Carries out what the coordinator decides. All backends agree on every hit, victim and slot.
 
-    Calls other than `stage` take effect on the device in the order in which they are made. Remote writers do not know
-    that order: nobody else may read or write the host tier before a `drain`.
+    Calls other than `stage` take effect on the device in their order. Others may read or write the host tier only after
+    a `drain`.
     """
 
     def __init__(self, host: HostKVPool, device: DeviceKVPool, residency: Residency) -> None:
         self.host = host
         self.device = device
         self.residency = residency
-        self._device_index_keys = device.index_keys.flatten(1, 2)
+        self.device_index_keys = device.index_keys.flatten(1, 2)
         self._entries = torch.arange(device.max_requests, device=device.device)
 
     @abstractmethod
@@ -114,19 +112,15 @@ class SwapInBackend(ABC):
         the device.
         """
 
-    def store_items(self, layer: int, batch: StepBatch, items: torch.Tensor) -> None:
-        """Write the newest items of one layer, uint8 [batch, item_bytes], to their device slots."""
-        self._store(items, self.device.kv[layer], batch.newest_slots)
-
-    def store_index_keys(self, index_layer: int, batch: StepBatch, keys: torch.Tensor) -> None:
-        """Write the newest index keys of one index layer, uint8 [batch, index_key_bytes], to their index pages."""
-        self._store(keys, self._device_index_keys[index_layer], batch.newest_index_rows)
+    def store(self, values: torch.Tensor, layer: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write items or index keys, uint8 [batch, bytes], to these slots of one layer, -1 for padding."""
+        self._copy(values.contiguous()[None], layer[None], self._entries[: len(values)], slots)
 
     def backup(self, batch: StepBatch) -> None:
         """Copy the newest items and index keys, all layers, from device to host."""
         host, device = self.host, self.device
         self._copy(device.kv, host.kv, batch.newest_slots, batch.newest_host_slots)
-        self._copy(self._device_index_keys, host.index_keys, batch.newest_index_rows, batch.newest_host_slots)
+        self._copy(self.device_index_keys, host.index_keys, batch.newest_index_rows, batch.newest_host_slots)
 
     def preload(self, row: int, num_tokens: int) -> None:
         """Copy a short request's items, all layers, from host to hot indices 0 .. num_tokens - 1."""
@@ -137,20 +131,17 @@ class SwapInBackend(ABC):
         """Copy a request's index keys, all index layers, from host to its index pages."""
         from_slots = self.device.host_slot_of[row, :num_tokens]
         to_slots = self.device.index_rows(row, torch.arange(num_tokens, device=self.device.device))
-        self._copy(self.host.index_keys, self._device_index_keys, from_slots, to_slots)
+        self._copy(self.host.index_keys, self.device_index_keys, from_slots, to_slots)
 
     def stage(self, staged: StagedKV, host_slots: npt.NDArray[np.int64]) -> None:
         """Copy a prompt's items and index keys from device pages to host slots (int64 [num_tokens]).
 
-        Runs on the copy stream, beside the other calls.
+        Runs on the copy stream, in parallel to the other calls.
         """
         to_slots = upload(host_slots, torch.empty_like(staged.rows))
         for tier, pages in ((self.host.kv, staged.kv_rows), (self.host.index_keys, staged.index_rows)):
             for layer, rows in enumerate(pages):
                 self._copy(rows.contiguous()[None], tier[layer, None], staged.rows, to_slots)
-
-    def _store(self, items: torch.Tensor, layer: torch.Tensor, slots: torch.Tensor) -> None:
-        self._copy(items.contiguous()[None], layer[None], self._entries[: len(items)], slots)
 
 
 class CpuSwapIn(SwapInBackend):

@@ -9,10 +9,10 @@ from base.errors import StartupError
 from base.memory import cpus_near
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
-from hisparse.copy_stream import CopyStream
 from hisparse.device_pool import DeviceKVPool
 from hisparse.residency import Residency
 from hisparse.sizing import Sizes
+from hisparse.staging import CopyStream, CudaCopyStream
 from hisparse.swap_in import CpuSwapIn, SwapInBackend
 from kvcache.host_pool import HostKVPool
 
@@ -58,7 +58,6 @@ def _make_backend(
         return CpuSwapIn(host, pool, residency), ThreadPoolExecutor(1, "hisparse-copy")
     try:
         # Here, since a machine without an accelerator need not have what compiles kernels.
-        from hisparse.cuda_copy_stream import CudaCopyStream
         from hisparse.cuda_swap_in import CudaSwapIn
     except ImportError as error:
         raise StartupError(f"decoding on {pool.device} needs {error.name}: install hisparse-pd[kernels]") from error

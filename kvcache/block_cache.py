@@ -9,7 +9,7 @@ A block has *values*, which say where its KV is: 64 host slots on a decode node,
 them from `insert` until `evict` returns them. It reads no KV and frees nothing: the caller inserts only verified KV.
 
 **Holders.** `hold` and `insert` count one holder for each block of the prefix, until `release`. A held block is not
-evicted. Whoever holds a block holds its parents, too.
+evicted. A holder of a block holds its parents, too.
 
 **Eviction** is LRU over blocks without holders. `find` uses the blocks that it finds, and `release` those that it
 leaves without a holder. Of one use, a block counts as older than its parent, so the oldest block of all has no child:
@@ -51,14 +51,11 @@ class BlockCache:
     insertions: how often blocks were added. Until that changes, a prefix that was not found is not there.
     """
 
-    def __init__(self, capacity: int, width: int, seed: int = 0) -> None:
-        """seed: of the hashes. Raises ValueError for a capacity below 1."""
-        if capacity < 1:
-            raise ValueError(f"a prefix cache for {capacity} blocks: it must have room for at least 1")
+    def __init__(self, capacity: int, width: int) -> None:
         self.capacity = capacity
         self.width = width
         self.insertions = 0
-        self._hasher = BlockHasher(seed)
+        self._hasher = BlockHasher(seed=0)
         self._events: BlockEvents | None = None
         self._number_of: dict[int, int] = {}
         """By hash."""

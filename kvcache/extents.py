@@ -62,10 +62,10 @@ class HeldBlocks:
 
 @dataclass(frozen=True)
 class HostSlots:
-    """The host slots of one sequence: the i-th slot in extent order holds position i.
+    """The slots of one sequence, in order: the i-th host slot holds position i; of a paged pool, slots are pages.
 
     There may be more slots than tokens; the rest is room to grow. held: blocks of the prefix cache that are held as
-    long as these slots have an owner. Every slot that the cache owns, too, is of one of them.
+    long as these slots have an owner.
     """
 
     extents: tuple[Extent, ...]
@@ -89,7 +89,7 @@ class HostSlots:
         return replace(self, extents=tuple(joined))
 
     def cut(self, first: int) -> tuple[tuple[Extent, ...], tuple[Extent, ...]]:
-        """The extents of the first so many slots, and those of the others."""
+        """The extents of the first `first` slots, and those of the others."""
         head: list[Extent] = []
         tail: list[Extent] = []
         for extent in self.extents:

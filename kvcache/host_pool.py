@@ -84,7 +84,7 @@ class HostKVPool:
             self.prefixes.let_go(slots)
 
     def extend(self, slots: HostSlots, num_tokens: int) -> HostSlots | None:
-        """The slots with `num_tokens` more behind them, or None (nothing taken) if fewer are free."""
+        """The slots and `num_tokens` more, or None (nothing taken) if fewer are free."""
         more = self._take(num_tokens)
         return None if more is None else slots.extend(more)
 
@@ -109,7 +109,7 @@ class HostKVPool:
         self._memory.close()
 
     def _take(self, count: int) -> tuple[Extent, ...] | None:
-        """Slots, for which the prefix cache gives up as much as is missing; None if fewer are free."""
+        """Free slots, and evicted ones of the prefix cache if there are too few; None if these are too few, too."""
         missing = count - self._slots.free
         if missing > 0 and self.prefixes is not None and missing <= self.prefixes.evictable_slots:
             self.prefixes.evict(missing)

@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from base.block_hashes import BLOCK_TOKENS
 from kvcache.block_cache import BlockCache, PromptIds
-from kvcache.extents import HeldBlocks, SlotAccountingError
+from kvcache.extents import NO_SLOTS, Extent, HostSlots, SlotAccountingError
 from kvcache.paged_pool import PagedKVPool
+from kvcache.prefix_cache import PrefixCache
 from transfer.planner import Int64s
 
 
@@ -20,80 +19,84 @@ def can_cache(page_size: int) -> bool:
 class PageLease:
     """The pages of one prompt, until `PageCache.give_back`.
 
-    tokens: its ids [n]. pages: int64, of all tokens, each of which the lease owns; replaced and never changed, since
-    other threads read it. cached: tokens at its beginning that had KV when the lease began. held: the cached blocks
-    that the lease has pages of; None without a cache.
+    tokens: its ids [n]. slots: pages of all tokens, each of which the lease owns, and the cached blocks that it holds.
+    cached: tokens at its beginning that had KV when the lease began.
     """
 
     tokens: PromptIds
     salt: str
-    pages: Int64s
+    slots: HostSlots
     cached: int
-    held: HeldBlocks | None
+
+    @property
+    def pages(self) -> Int64s:
+        """A copy: other threads read it."""
+        return self.slots.slots()
 
 
 class PageCache:
-    """Lends the pages of a pool to prompts, and keeps those with whole blocks of computed tokens for later prompts.
+    """Lends the pages of a pool to prompts, and keeps those with whole blocks of computed tokens in a `PrefixCache`.
 
-    Owners of a page are the leases of the prompts that it has tokens of and, from `insert` on, the cache. A page in the
-    cache is never written again: a prompt that shares it computes into pages of its own after it. A lease also holds
-    the blocks that it has pages of, since evicting those would free nothing. Blocks without holders are evicted when a
-    prompt needs pages, the least recently used first, so their pages count as free. One thread calls it.
+    A page in the cache is never written again: a prompt that shares it computes into its own pages after it. Cached
+    pages that no lease holds count as free. One thread calls it.
     """
 
     def __init__(self, pool: PagedKVPool, is_on: bool = False) -> None:
         """is_on: keep blocks. Raises ValueError if blocks are no whole pages."""
         self.pool = pool
-        self.blocks: BlockCache | None = None
-        self._block_pages = BLOCK_TOKENS // pool.page_size
+        self._prefixes: PrefixCache | None = None
         if is_on and not can_cache(pool.page_size):
             raise ValueError(f"pages of {pool.page_size} tokens: blocks of {BLOCK_TOKENS} are no whole pages")
-        if is_on and (capacity := pool.num_pages // self._block_pages):
-            self.blocks = BlockCache(capacity, self._block_pages)
+        if is_on and pool.num_pages * pool.page_size >= BLOCK_TOKENS:
+            self._prefixes = PrefixCache(pool.slots, pool.page_size)
+
+    @property
+    def blocks(self) -> BlockCache | None:
+        """The cached blocks; None if nothing is ever kept."""
+        return self._prefixes.blocks if self._prefixes else None
 
     @property
     def is_on(self) -> bool:
         """Whether anything is ever kept."""
-        return self.blocks is not None
+        return self._prefixes is not None
 
     @property
     def cached_pages(self) -> int:
         """Pages in the cache that no lease holds."""
-        return self.blocks.evictable_blocks * self._block_pages if self.blocks else 0
+        return self._prefixes.evictable_slots if self._prefixes else 0
 
     def find(self, tokens: PromptIds, salt: str = "") -> int:
         """How many tokens at the beginning of a prompt, ids [n], have KV now."""
-        return self.blocks.find(tokens, salt) if self.blocks else 0
+        return self._prefixes.blocks.find(tokens, salt) if self._prefixes else 0
 
     def lend(self, tokens: PromptIds, salt: str = "", reuse: bool = True) -> PageLease | None:
         """Pages for all tokens of a prompt, those of its longest cached prefix first. None if there are not enough.
 
         reuse: without it no cached page is used.
         """
-        held = self.blocks.hold(tokens if reuse else tokens[:0], salt) if self.blocks else None
-        cached = held.num_tokens if held else 0
+        shared = self._prefixes.hold(tokens, salt) if self._prefixes and reuse else NO_SLOTS
+        cached = len(shared) * self.pool.page_size
         own = self._allocate(len(tokens) - cached)
         if own is None:
-            self._release(held)
+            self._release(shared)
             return None
-        return PageLease(tokens, salt, self._shared(held, own), cached, held)
+        return PageLease(tokens, salt, shared.extend(own), cached)
 
     def extend(self, lease: PageLease) -> bool:
-        """Use what was cached since the lease began, in place of pages of its own. Whether there is any.
+        """Use what was cached since the lease began, in place of its own pages. Whether there is any.
 
-        To be called before anything was computed in the lease: the pages that it gives back are empty.
+        Call it before anything is computed in the lease: the pages that it gives back are empty.
         """
-        if self.blocks is None:
+        if self._prefixes is None:
             return False
-        held = self.blocks.hold(lease.tokens, lease.salt)
-        if held.num_tokens <= lease.cached:
-            self._release(held)
+        shared = self._prefixes.hold(lease.tokens, lease.salt)
+        cached = len(shared) * self.pool.page_size
+        if cached <= lease.cached:
+            self._release(shared)
             return False
-        replaced, rest = np.split(lease.pages, [len(held) * self._block_pages])
-        lease.pages = self._shared(held, rest)
-        self.pool.free(replaced)
-        self._release(lease.held)
-        lease.held, lease.cached = held, held.num_tokens
+        replaced, rest = lease.slots.cut(len(shared))
+        self._release(HostSlots(replaced, lease.slots.held))
+        lease.slots, lease.cached = shared.extend(rest), cached
         return True
 
     def insert(self, lease: PageLease, computed: int) -> None:
@@ -101,24 +104,18 @@ class PageCache:
 
         Blocks that another prompt brought first keep their pages; the lease keeps its own pages of these.
         """
-        blocks = computed // BLOCK_TOKENS
-        if self.blocks is None or lease.held is None or blocks <= len(lease.held):
-            return
-        values = lease.pages[: blocks * self._block_pages].reshape(blocks, self._block_pages)
-        held, present = self.blocks.insert(lease.tokens[: blocks * BLOCK_TOKENS], values, lease.salt)
-        self.pool.retain(values[present : len(held)].ravel())
-        self._release(lease.held)
-        lease.held = held
+        held = lease.slots.held
+        if self._prefixes is not None and computed // BLOCK_TOKENS > (0 if held is None else len(held)):
+            lease.slots = self._prefixes.insert(lease.tokens[:computed], lease.slots, lease.salt)
 
     def give_back(self, lease: PageLease) -> None:
         """End a lease: nothing reads or writes its pages any more."""
-        self.pool.free(lease.pages)
-        self._release(lease.held)
+        self._release(lease.slots)
 
     def drop(self) -> None:
         """Evict all cached pages that no lease holds."""
-        if self.blocks:
-            self._evict(self.blocks.evictable_blocks)
+        if self._prefixes:
+            self._prefixes.clear()
 
     def check_idle(self) -> None:
         """Raise SlotAccountingError unless every page is free or cached: for when there are no leases."""
@@ -130,28 +127,18 @@ class PageCache:
 
     def check_integrity(self) -> None:
         """Raise SlotAccountingError if the cache's tables do not agree."""
-        if self.blocks:
-            self.blocks.check_integrity()
+        if self._prefixes:
+            self._prefixes.check_integrity()
 
-    def _release(self, held: HeldBlocks | None) -> None:
-        if self.blocks and held is not None:
-            self.blocks.release(held)
+    def _release(self, slots: HostSlots) -> None:
+        self.pool.slots.release(slots.extents)
+        if self._prefixes:
+            self._prefixes.let_go(slots)
 
-    def _allocate(self, num_tokens: int) -> Int64s | None:
+    def _allocate(self, num_tokens: int) -> tuple[Extent, ...] | None:
         """Pages for that many tokens, from the cache if too few are free."""
-        lacking = self.pool.pages_for(num_tokens) - self.pool.free_pages
-        if 0 < lacking <= self.cached_pages:
-            self._evict(-(-lacking // self._block_pages))
-        return self.pool.allocate(num_tokens)
-
-    def _evict(self, num_blocks: int) -> None:
-        assert self.blocks is not None
-        self.pool.free(self.blocks.evict(num_blocks).astype(np.int64).ravel())
-
-    def _shared(self, held: HeldBlocks | None, rest: Int64s) -> Int64s:
-        """The pages of held blocks, which have one owner more, and then `rest`."""
-        if held is None:
-            return rest
-        shared = held.values.astype(np.int64).ravel()
-        self.pool.retain(shared)
-        return np.concatenate([shared, rest])
+        count = self.pool.pages_for(num_tokens)
+        lacking = count - self.pool.free_pages
+        if self._prefixes and 0 < lacking <= self.cached_pages:
+            self._prefixes.evict(lacking)
+        return self.pool.slots.allocate(count)

@@ -1,15 +1,14 @@
-"""The prefix cache of a decode node: slots of the host pool that keep the KV of tokens when no request needs it.
+"""The prefix cache of a pool: slots that keep the KV of tokens when no request needs it.
 
-`BlockCache` knows which tokens have KV and which blocks are evicted first. Here its blocks own host slots, by the
-reference counts of `SlotAllocator`: the cache owns each slot of its blocks once, and every request that has a slot owns
-it once, shared or not. So a request gives back all of its slots in one way, and slots that the cache owns, too, stay.
-The KV of a position never changes, so nothing is copied.
+`BlockCache` knows which tokens have KV and which blocks are evicted first. Here its blocks own slots (of a paged pool:
+pages), by the reference counts of `SlotAllocator`: the cache owns each slot of its blocks once, and every request that
+has a slot owns it once, shared or not. So a request releases all of its slots alike. The KV of a position never
+changes, so nothing is copied.
 
-A request also holds the blocks that it has slots of (`HostSlots.held`), from `hold` or `insert` until its slots are
-released: evicting such a block would free nothing. Blocks without holders are the cache's alone, and their slots count
-as free (`evictable_slots`).
+A request also holds the blocks that it has slots of (`HostSlots.held`) until its slots are released: evicting such a
+block would free nothing. Slots of blocks without holders count as free (`evictable_slots`).
 
-Whoever inserts answers for the KV: it is complete and verified, and nobody writes to it any more.
+The caller inserts only KV that is complete and verified, and that nobody writes to any more.
 """
 
 from dataclasses import replace
@@ -25,22 +24,23 @@ _CHECKED_BLOCKS = 256
 
 
 class PrefixCache:
-    """Owns slots of the pool whose allocator it gets. One thread uses both. blocks: reports to, and is asked for, what
-    is cached."""
+    """Owns slots of the allocator that it gets. One thread uses both."""
 
-    def __init__(self, slots: SlotAllocator) -> None:
+    def __init__(self, slots: SlotAllocator, slot_tokens: int = 1) -> None:
+        """slot_tokens: of a slot. Blocks must be whole slots."""
         self._slots = slots
-        self.blocks = BlockCache(max(1, slots.num_slots // BLOCK_TOKENS), BLOCK_TOKENS)
+        self._block_slots = BLOCK_TOKENS // slot_tokens
+        self.blocks = BlockCache(max(1, slots.num_slots // self._block_slots), self._block_slots)
 
     @property
     def cached_slots(self) -> int:
         """Slots that the cache owns."""
-        return self.blocks.blocks * BLOCK_TOKENS
+        return self.blocks.blocks * self._block_slots
 
     @property
     def evictable_slots(self) -> int:
         """Slots that nobody else owns: `evict` makes them free."""
-        return self.blocks.evictable_blocks * BLOCK_TOKENS
+        return self.blocks.evictable_blocks * self._block_slots
 
     def hold(self, tokens: PromptIds, salt: str = "") -> HostSlots:
         """Slots of the longest cached prefix of `tokens`, ids [n]. The caller is one of their owners.
@@ -57,12 +57,12 @@ class PrefixCache:
     def insert(self, tokens: PromptIds, slots: HostSlots, salt: str = "") -> HostSlots:
         """Cache the whole blocks that `tokens`, ids [n], begins with. Returns the caller's slots, which hold them now.
 
-        slots: the i-th has the KV of tokens[i]. Blocks that are cached already keep the slots that they have.
+        slots: in the order of the tokens. Blocks that are cached already keep the slots that they have.
         """
         blocks = len(tokens) // BLOCK_TOKENS
         if not blocks:
             return slots
-        values = slots.slots()[: blocks * BLOCK_TOKENS].reshape(blocks, BLOCK_TOKENS)
+        values = slots.slots()[: blocks * self._block_slots].reshape(blocks, self._block_slots)
         held, present = self.blocks.insert(tokens, values, salt)
         self._slots.retain(extents_of(values[present : len(held)].ravel()))
         self.let_go(slots)
@@ -74,10 +74,10 @@ class PrefixCache:
         Nobody may be reading the caller's slots. Returns the slots that it owns now.
         """
         slots = self.insert(tokens, slots, salt)
-        if slots.held is None or np.array_equal(slots.held.values.ravel(), slots.slots()[: slots.held.num_tokens]):
+        if slots.held is None or np.array_equal(slots.held.values.ravel(), slots.slots()[: slots.held.values.size]):
             return slots
         shared = extents_of(slots.held.values.ravel())
-        own, rest = slots.cut(slots.held.num_tokens)
+        own, rest = slots.cut(slots.held.values.size)
         self._slots.retain(shared)
         self._slots.release(own)
         return HostSlots(shared, slots.held).extend(rest)
@@ -89,7 +89,7 @@ class PrefixCache:
 
     def evict(self, slots: int) -> None:
         """Evict the least recently used blocks, until `slots` more slots are free or every block is held."""
-        values = self.blocks.evict(-(-slots // BLOCK_TOKENS))
+        values = self.blocks.evict(-(-slots // self._block_slots))
         before = self._slots.free
         self._slots.release(extents_of(values.ravel()))
         if (freed := self._slots.free - before) != values.size:

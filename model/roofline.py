@@ -42,7 +42,7 @@ class Work:
     link_bytes: float = 0.0
 
     def __add__(self, other: "Work") -> "Work":
-        """Both, of one type of numbers."""
+        """Both at once, in fp8 if one of them is."""
         return Work(
             self.num_bytes + other.num_bytes,
             self.operations + other.operations,
@@ -98,40 +98,19 @@ def work_of_step(model: RankModel, batch: int, context: int, missed: float, rank
     """The work of a step of `batch` requests of `context` tokens. missed: positions per request and index layer.
 
     Weights are read once, of routed experts those that random choices of the group's tokens hit, on average; items,
-    index keys and scores once. In fp8 a rank chooses experts for its own tokens, else for the group's.
+    index keys and scores once.
     """
-    config, spec, router = model.config, model.spec, model.config.router
-    layers, index_layers = spec.num_layers, spec.num_index_layers
+    spec, router, head = model.spec, model.config.router, model.network.head
     tokens = batch * rank_of
     hit = 1 - (1 - router.top_k / router.experts) ** tokens
-    projections = experts = Work()
-    for layer in model.network.layers:
-        projections += _products([*_dense_maps(layer), *_absorbed(layer)], batch)
-        if isinstance(mlp := layer.mlp, MixtureOfExperts):
-            one = _products([mlp.gate_up[0], mlp.down[0]], 1)
-            routed = tokens * router.top_k * mlp.number / router.experts
-            experts += Work(one.num_bytes * (mlp.number * hit + 1), one.operations * (routed + batch), one.in_fp8)
-            experts += _products([Linear(mlp.router.weight)], batch if mlp.gate_up.fp8 else tokens)
-    item_bytes, key_bytes = spec.kv_format.item_bytes, spec.kv_format.index_key_bytes
-    head, top_k = model.network.head, min(config.index_topk, context)
+    maps = _LayerWork.of(model.network.layers, batch, tokens, hit)
+    selected = batch * min(model.config.index_topk, context)
+    swapped_in = spec.num_layers * batch * missed * spec.kv_format.item_bytes
     return {
-        StepPart.PROJECTIONS: (projections, Work(head.nbytes, 2 * batch * head.numel())),
-        StepPart.EXPERTS: (experts,),
-        StepPart.INDEX: (
-            Work(
-                index_layers * batch * context * key_bytes,
-                2 * index_layers * batch * context * config.index_heads * config.index_dim,
-                spec.kv_cache_dtype == "fp8_e4m3",
-            ),
-        ),
-        StepPart.TOP_K: (Work(index_layers * batch * context * 4),),
-        StepPart.SWAP_IN: (Work(link_bytes=layers * batch * missed * item_bytes),),
-        StepPart.ATTENTION: (
-            Work(
-                layers * batch * top_k * item_bytes,
-                2 * layers * batch * top_k * config.heads * (spec.item_dim + spec.latent_dim),
-            ),
-        ),
+        StepPart.PROJECTIONS: (maps.projections + maps.absorbed, Work(head.nbytes, 2 * batch * head.numel())),
+        StepPart.EXPERTS: (maps.experts + maps.router,),
+        **_work_on_kv(model, model.network.layers, batch * context, batch * context, selected, selected),
+        StepPart.SWAP_IN: (Work(link_bytes=swapped_in),),
         StepPart.REST: (),
     }
 
@@ -139,72 +118,88 @@ def work_of_step(model: RankModel, batch: int, context: int, missed: float, rank
 def work_of_chunk(model: RankModel, context: int, chunk: int, rank_of: int) -> Works:
     """The work of the last `chunk` tokens of a prompt of `context` tokens.
 
-    As the model computes it: of the last layer nothing but what stores its KV. Weights, items, index keys and scores
-    are read once; every token of the group chooses experts at random. A position is scored by the tokens from it on.
-    With experts in fp8 a rank multiplies its own tokens by the router, else those of the group: see `timing.PARTS`.
+    Of the last layer the model computes only what stores its KV. Weights, items, index keys and scores are read once;
+    every token of the group chooses experts at random. A position is scored by the tokens from it on. With experts in
+    fp8 the router runs outside of the experts' part: see `timing.PARTS`.
     """
     *whole, last = model.network.layers
-    projections, maps, experts, router = _products([last.down], chunk), Work(), Work(), Work()
-    for layer in whole:
-        projections += _products(_dense_maps(layer), chunk)
-        maps += _products(_absorbed(layer), chunk)
-        if isinstance(mlp := layer.mlp, MixtureOfExperts):
-            tokens = chunk * rank_of
-            routed = tokens * mlp.router.config.top_k / mlp.router.config.experts
-            stacks = (mlp.gate_up, mlp.down)
-            experts += _products([_some(stack, slice(mlp.number)) for stack in stacks], routed)
-            experts += _products([_some(stack, slice(mlp.number, None)) for stack in stacks], chunk)
-            experts += _products([mlp.shared.gate_up, mlp.shared.down] if mlp.shared else [], chunk)
-            if mlp.gate_up.fp8:
-                maps += _products([Linear(mlp.router.weight)], chunk)
-            else:
-                router += _products([Linear(mlp.router.weight)], tokens)
-
-    spec, config = model.spec, model.config
+    maps = _LayerWork.of(whole, chunk, chunk * rank_of, hit=1.0)
+    outside, within = (maps.router, Work()) if maps.experts.in_fp8 else (Work(), maps.router)
     start = context - chunk
     scored = sum(range(start + 1, context + 1))
-    selected = sum(min(position + 1, config.index_topk) for position in range(start, context))
-    indexers = sum(layer.indexer is not None for layer in whole)
-    index = Work(
-        indexers * context * spec.kv_format.index_key_bytes,
-        2 * indexers * scored * config.index_heads * config.index_dim,
-        spec.kv_cache_dtype == "fp8_e4m3",
-    )
-    top_k = Work(indexers * scored * 4)
-    attention = Work(
-        len(whole) * context * spec.kv_format.item_bytes,
-        2 * len(whole) * selected * config.heads * (spec.item_dim + spec.latent_dim),
-    )
+    selected = sum(min(position + 1, model.config.index_topk) for position in range(start, context))
     return {
-        StepPart.PROJECTIONS: (projections, maps),
-        StepPart.EXPERTS: (experts, router),
-        StepPart.INDEX: (index,),
-        StepPart.TOP_K: (top_k,),
-        StepPart.ATTENTION: (attention,),
+        StepPart.PROJECTIONS: (maps.projections + _work_of_map(last.down, chunk), maps.absorbed + outside),
+        StepPart.EXPERTS: (maps.experts, within),
+        **_work_on_kv(model, whole, context, scored, context, selected),
         StepPart.REST: (),
     }
 
 
-def _products(maps: Sequence[Linear], tokens: float) -> Work:
-    """The work of linear maps, or of stacks of them, each of which computes that many tokens."""
-    num_bytes = sum(map(bytes_of, maps))
-    operations = 2 * tokens * sum(linear.weight.numel() for linear in maps)
-    return Work(num_bytes, operations, any(linear.scales is not None for linear in maps))
+@dataclass(frozen=True)
+class _LayerWork:
+    """The work of the linear maps of some layers. absorbed: key and value maps, which are in bfloat16."""
+
+    projections: Work
+    absorbed: Work
+    experts: Work
+    router: Work
+
+    @classmethod
+    def of(cls, layers: Sequence[Layer], tokens: int, group_tokens: int, hit: float) -> "_LayerWork":
+        """tokens: of this rank. group_tokens: of all ranks, which choose experts. hit: part of the experts chosen.
+
+        In fp8 a rank chooses experts for its own tokens, else for the group's.
+        """
+        projections = absorbed = experts = router = Work()
+        for layer in layers:
+            attention, mlp = layer.attention, layer.mlp
+            maps = [layer.down, layer.query_b, attention.out]
+            absorbed += _work_of_map(Linear(attention.key_map), tokens) + _work_of_map(
+                Linear(attention.value_map), tokens
+            )
+            if isinstance(mlp, MixtureOfExperts):
+                config = mlp.router.config
+                for stack in (mlp.gate_up, mlp.down):
+                    experts += _work_of_map(
+                        _some(stack, slice(mlp.number)), group_tokens * config.top_k / config.experts, hit
+                    )
+                    experts += _work_of_map(_some(stack, slice(mlp.number, None)), tokens)
+                for shared in (mlp.shared.gate_up, mlp.shared.down) if mlp.shared else ():
+                    experts += _work_of_map(shared, tokens)
+                router += _work_of_map(Linear(mlp.router.weight), tokens if mlp.gate_up.fp8 else group_tokens)
+            else:
+                maps += [mlp.gate_up, mlp.down]
+            for linear in maps:
+                projections += _work_of_map(linear, tokens)
+        return cls(projections, absorbed, experts, router)
 
 
-def bytes_of(linear: Linear) -> int:
-    """Of a linear map's weights and scales."""
-    return linear.weight.nbytes + (0 if linear.scales is None else linear.scales.nbytes)
+def _work_on_kv(model: RankModel, layers: Sequence[Layer], keys: int, scored: int, items: int, selected: int) -> Works:
+    """The work of indexers and attention. In each layer: index keys and items that are read, and pairs of a query and a
+    position that is scored or attended to."""
+    config, spec = model.config, model.spec
+    indexers = sum(layer.indexer is not None for layer in layers)
+    index = Work(
+        indexers * keys * spec.kv_format.index_key_bytes,
+        2 * indexers * scored * config.index_heads * config.index_dim,
+        spec.kv_cache_dtype == "fp8_e4m3",
+    )
+    attention = Work(
+        len(layers) * items * spec.kv_format.item_bytes,
+        2 * len(layers) * selected * config.heads * (spec.item_dim + spec.latent_dim),
+    )
+    return {
+        StepPart.INDEX: (index,),
+        StepPart.TOP_K: (Work(indexers * scored * 4),),
+        StepPart.ATTENTION: (attention,),
+    }
 
 
-def _dense_maps(layer: Layer) -> list[Linear]:
-    """All linear maps of a layer but those of a mixture of experts and `_absorbed`."""
-    dense = [] if isinstance(layer.mlp, MixtureOfExperts) else [layer.mlp.gate_up, layer.mlp.down]
-    return [layer.down, layer.query_b, layer.attention.out, *dense]
-
-
-def _absorbed(layer: Layer) -> list[Linear]:
-    return [Linear(layer.attention.key_map), Linear(layer.attention.value_map)]
+def _work_of_map(linear: Linear, tokens: float, read: float = 1.0) -> Work:
+    """Of a linear map that computes `tokens` tokens, or a stack of which each does. read: part of the weights read."""
+    num_bytes = linear.weight.nbytes + (0 if linear.scales is None else linear.scales.nbytes)
+    return Work(read * num_bytes, 2 * tokens * linear.weight.numel(), linear.scales is not None)
 
 
 def _some(stack: Linear, maps: slice) -> Linear:

@@ -1,12 +1,15 @@
 """How a prefill node is configured."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from base.flags import Flag
-from prefill_node.choices import FetchPolicy
 from service.config import ControlPort, NodeConfig, Port
 from transfer.choices import ChecksumMode
+
+FetchPolicy = Literal["auto", "always", "never"]
+"""Which prefixes are fetched from decode nodes instead of being computed: auto, where that is faster."""
+
 
 TransferChecksum = Annotated[ChecksumMode, Flag("What the decode node checks of what was sent, before it is used.")]
 

@@ -6,13 +6,14 @@ Of either there is one report, when every rank has reported its block.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, pairwise
 
-from control.messages import Peer
+from control.messages import FetchGrant, Peer
 from engine.chunked import PrefillStep
 from model.passes import PrefillChunk
 from model.shard import Shard
 from prefill_node.attempt import HeldAttempt, HeldState
+from prefill_node.division import checksums_of_blocks, divide
 from prefill_node.orders import (
     BlockToRead,
     BlockToSend,
@@ -29,15 +30,17 @@ from prefill_node.orders import (
     merged,
 )
 from ranks.executor import Executor
+from transfer.planner import expand_extents
 
 
 @dataclass(eq=False)
 class Transfer:
     """A chunk that is sent, or a prefix that is read, up to position `stop`. missing: ranks that have not reported."""
 
+    work: int
     attempt: HeldAttempt
     stop: int
-    is_read: bool
+    is_read: bool = False
     missing: set[int] = field(default_factory=set)
     reports: list[TransferReport] = field(default_factory=list)
 
@@ -56,18 +59,18 @@ class Dispatch:
     def start_step(self, step: PrefillStep[HeldAttempt]) -> int:
         """Have all ranks compute a step, and each send its blocks of it as layers are done. Returns its number."""
         number = next(self._numbers)
-        works: list[int | None] = []
-        for attempt, chunk in step.chunks:
+        transfers: dict[int, Transfer] = {}
+        """By number of the chunk: those that are sent."""
+        for at, (attempt, chunk) in enumerate(step.chunks):
             attempt.in_flight.add(number)
             attempt.handed = chunk.stop
             if attempt.state is HeldState.JOINED and attempt.fetch is not None:
                 attempt.fetch.withheld.append((chunk.start, chunk.stop, number))
-                works.append(None)
-            else:
-                works.append(self._new_transfer(attempt, chunk.stop))
+            elif chunk.stop > attempt.start:
+                transfers[at] = self._new_transfer(attempt, chunk.stop)
         chunks = tuple(_step_chunk(attempt, chunk) for attempt, chunk in step.chunks)
         patience = max((attempt.fetch.patience for attempt, _ in step.chunks if attempt.fetch is not None), default=0.0)
-        blocks = [self._blocks(rank, step, works) for rank in range(self.world_size)]
+        blocks = [self._blocks(rank, step, transfers) for rank in range(self.world_size)]
         for rank in reversed(range(self.world_size)):
             self._executor.order(rank, Step(number, chunks, blocks[rank], patience))
         return number
@@ -80,20 +83,38 @@ class Dispatch:
 
     def send(self, attempt: HeldAttempt, start: int, stop: int, step: int | None = None) -> None:
         """Have rank 0 send positions [start, stop), but for those that the decode node has. step: see Send."""
-        if (work := self._new_transfer(attempt, stop)) is not None:
-            self._transfers[work].missing.add(0)
-            self._executor.order(0, Send(attempt.write(work, max(start, attempt.start), stop), step))
+        if stop > attempt.start:
+            transfer = self._new_transfer(attempt, stop)
+            transfer.missing.add(0)
+            self._executor.order(0, Send(attempt.write(transfer.work, max(start, attempt.start), stop), step))
 
-    def read(self, attempt: HeldAttempt, stop: int, blocks: Mapping[int, BlockToRead]) -> None:
-        """Have ranks read their blocks of a prefix, of which there is at least one."""
-        work = next(block.work for block in blocks.values())
-        attempt.in_flight.add(work)
-        self._transfers[work] = Transfer(attempt, stop, is_read=True, missing=set(blocks))
-        for rank, block in blocks.items():
-            self._executor.order(rank, block)
+    def read(self, attempt: HeldAttempt, grant: FetchGrant, steps_ended: int) -> tuple[int, tuple[int, ...]]:
+        """Have ranks read what the decode node lends, each a block. Returns its number, and bounds as `DividedPrefix`.
 
-    def new_number(self) -> int:
-        return next(self._numbers)
+        steps_ended: at rank 0.
+        """
+        assert attempt.pages is not None
+        bounds = divide(grant.checksums, grant.start, grant.stop, self.world_size)
+        transfer = self._new_transfer(attempt, grant.stop, is_read=True)
+        slots, checksums = expand_extents(grant.extents), checksums_of_blocks(grant.checksums, bounds)
+        for rank, (start, stop) in enumerate(pairwise(bounds)):
+            if start < stop:
+                transfer.missing.add(rank)
+                block = BlockToRead(
+                    work=transfer.work,
+                    attempt=attempt.id,
+                    decode=attempt.decode,
+                    destination=attempt.destination,
+                    start=start,
+                    stop=stop,
+                    pages=attempt.pages,
+                    slots=slots[start - grant.start : stop - grant.start],
+                    checksums=checksums[rank],
+                    after=steps_ended,
+                    reports_layers=self.world_size == 1,
+                )
+                self._executor.order(rank, block)
+        return transfer.work, bounds
 
     def cancel(self, numbers: Sequence[int]) -> None:
         """Have nothing more posted of these chunks and prefixes."""
@@ -126,27 +147,24 @@ class Dispatch:
         del self._transfers[report.work]
         return transfer, merged(transfer.reports)
 
-    def _new_transfer(self, attempt: HeldAttempt, stop: int) -> int | None:
-        """The number of a chunk up to `stop`; None if the decode node has all of it."""
-        if stop <= attempt.start:
-            return None
+    def _new_transfer(self, attempt: HeldAttempt, stop: int, is_read: bool = False) -> Transfer:
         work = next(self._numbers)
         attempt.in_flight.add(work)
-        self._transfers[work] = Transfer(attempt, stop, is_read=False)
-        return work
+        transfer = self._transfers[work] = Transfer(work, attempt, stop, is_read)
+        return transfer
 
     def _blocks(
-        self, rank: int, step: PrefillStep[HeldAttempt], works: Sequence[int | None]
+        self, rank: int, step: PrefillStep[HeldAttempt], transfers: Mapping[int, Transfer]
     ) -> tuple[BlockToSend, ...]:
-        """What a rank sends of a step. works: the numbers of chunks that are sent."""
+        """What a rank sends of a step."""
         blocks = []
         lengths = [len(chunk.token_ids) for _, chunk in step.chunks]
         for at, tokens in Shard(rank, self.world_size).blocks(lengths):
-            (attempt, chunk), work = step.chunks[at], works[at]
+            attempt, chunk = step.chunks[at]
             start, stop = max(chunk.start + tokens.start, attempt.start), chunk.start + tokens.stop
-            if work is not None and start < stop:
-                self._transfers[work].missing.add(rank)
-                blocks.append(attempt.write(work, start, stop))
+            if at in transfers and start < stop:
+                transfers[at].missing.add(rank)
+                blocks.append(attempt.write(transfers[at].work, start, stop))
         return tuple(blocks)
 
 

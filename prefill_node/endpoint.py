@@ -4,11 +4,13 @@ The protocol is in docs/protocol.md. The endpoint sends and repeats messages; th
 """
 
 import time
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 
 import structlog
 
 from base.phase import Phase
+from base.tombstones import remember
 from control.messages import (
     Abort,
     Admitted,
@@ -22,6 +24,7 @@ from control.messages import (
     HeartbeatAck,
     Holding,
     Message,
+    NotHeld,
     Peer,
     PrefillAccepted,
     PrefillDone,
@@ -33,8 +36,7 @@ from control.messages import (
 )
 from engine.device import DeviceFailed
 from prefill_node.attempt import HeldAttempt, Update
-from prefill_node.decode_nodes import DecodeNodes
-from prefill_node.finished import FinishedAttempts
+from prefill_node.lanes import DecodeNodes
 from prefill_node.planner import PrefillPlanner
 from ranks.barrier import GroupFailed
 from ranks.group import Ranks
@@ -42,6 +44,7 @@ from service.shell import NodeShell
 
 log = structlog.get_logger(__name__)
 
+_FINISHED_LIMIT = 65536
 _IDLE_WAIT_S = 0.2
 _FAREWELL_S = 2.5
 """How long an idle node still refuses requests before it ends: decode nodes hear with their next heartbeat that it
@@ -62,7 +65,9 @@ class PrefillEndpoint:
         self._control = shell.control
         self._planner = planner
         self._held = planner.held
-        self._finished = FinishedAttempts()
+        self._finished: OrderedDict[AttemptId, bool] = OrderedDict()
+        """Attempts of which nothing is in flight, so that a delayed duplicate gets the same answer, and whether their
+        writes may linger in the network. Every answer repeats that, since each may be lost."""
         self._decode_nodes = DecodeNodes(shell.control)
         self._housekeeping_at = 0.0
 
@@ -149,7 +154,7 @@ class PrefillEndpoint:
     def _on_request(self, decode: Peer, request: PrefillRequest) -> None:
         attempt = request.attempt
         if attempt in self._finished:
-            self._control.send(decode, self._finished.quiesced(attempt))
+            self._control.send(decode, self._quiesced(attempt))
             return
         self._control.send(decode, PrefillAccepted(attempt=attempt))
         if attempt in self._held:
@@ -167,22 +172,26 @@ class PrefillEndpoint:
         log.warning("refused", reason=reason, **attempt.log_fields)
         leaving = not self._shell.lifecycle.serving
         self._control.send(decode, PrefillFailed(attempt=attempt, reason=reason, leaving=leaving, refused=True))
-        self._finished.add(attempt)
+        self._remember(attempt)
 
     def _on_abort(self, sender: Peer, attempt: AttemptId) -> None:
         if (held := self._held.get(attempt)) is not None:
             self._answered(attempt, "failed")
             self._planner.stop(held)
         else:
-            self._finished.add(attempt)
-            self._control.send(sender, self._finished.quiesced(attempt))
+            self._remember(attempt)
+            self._control.send(sender, self._quiesced(attempt))
 
     def _on_holding(self, sender: Peer, message: Holding) -> None:
         """Report the progress of the sender's attempts, and which of them are not here."""
         own = tuple(attempt for attempt in message.attempts if attempt.decode == sender.boot_id)
         self._control.send(sender, self._planner.progress(own))
-        for answer in self._finished.not_held([attempt for attempt in own if attempt not in self._held]):
-            self._control.send(sender, answer)
+        gone = [attempt for attempt in own if attempt not in self._held]
+        for attempt in gone:
+            if self._finished.get(attempt):
+                self._control.send(sender, self._quiesced(attempt))
+        if quiet := tuple(attempt for attempt in gone if not self._finished.get(attempt)):
+            self._control.send(sender, NotHeld(attempts=quiet))
 
     # --- updates of the planner ---
 
@@ -226,7 +235,15 @@ class PrefillEndpoint:
         for what in attempt.repeated:
             self._control.answered((what, attempt.id))
         self._planner.forget(attempt)
-        self._finished.add(attempt.id, attempt.lingering)
+        self._remember(attempt.id, attempt.lingering)
+
+    def _remember(self, attempt: AttemptId, lingering: bool = False) -> None:
+        """An attempt is finished."""
+        remember(self._finished, attempt, lingering or self._finished.get(attempt, False), _FINISHED_LIMIT)
+
+    def _quiesced(self, attempt: AttemptId) -> Quiesced:
+        """The answer to a message that would stop a finished attempt, or start it again."""
+        return Quiesced(attempt=attempt, lingering=self._finished.get(attempt, False))
 
     # --- housekeeping ---
 

@@ -1,4 +1,4 @@
-"""One fetch: KV of a prompt's positions, read from the decode node that has it, and compared with its digests."""
+"""Reads prefixes from decode nodes, and compares what came with its digests."""
 
 import time
 from collections import Counter
@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 import structlog
 
+from control.messages import Destination, Peer
 from prefill_node.arrival import PrefixArrival
-from prefill_node.landing import KVSink, StagedRead
-from prefill_node.lanes import LaneWork
+from prefill_node.lanes import Lane, Lanes, LaneWork
 from prefill_node.orders import BlockToRead, FetchFailure, TransferReport
+from prefill_node.pool_io import KVSink, StagedRead
 from transfer.checksum import digest
 from transfer.memory import Checksum, Checksums
 from transfer.planner import expand_pages
 from transfer.reader import Reader, ReadReport
+from transfer.writer import Channel
 
 log = structlog.get_logger(__name__)
 
@@ -178,3 +180,61 @@ class RunningFetch:
         if self._report.error is None:
             self._report.error, self._report.failure = error, failure
             self._arrival.give_up()
+
+
+class Fetcher(Lanes[Fetch]):
+    """Reads blocks of prefixes. kept: readers and sinks that reads of unknown end may use until the process ends."""
+
+    def __init__(
+        self,
+        connect: Callable[[Destination], Channel],
+        silence: Callable[[Peer], float],
+        new_sink: Callable[[], KVSink],
+        page_size: int,
+        steps_ended: Callable[[], int],
+    ) -> None:
+        """connect: the best way to read a decode node's pool; raises NoRoute. silence: as of Lane. new_sink: where to
+        read to. steps_ended: in this rank, for `BlockToRead.after`."""
+        super().__init__("fetch", lambda decode: _FetchLane(self, decode, silence))
+        self.connect = connect
+        self.new_sink = new_sink
+        self.page_size = page_size
+        self.steps_ended = steps_ended
+        self.kept: list[object] = []
+
+
+class _FetchLane(Lane[Fetch]):
+    """The reader of one decode node's pool, and where it reads to."""
+
+    def __init__(self, fetcher: Fetcher, decode: Peer, silence: Callable[[Peer], float]) -> None:
+        super().__init__(decode, silence)
+        self._fetcher = fetcher
+        self._reader: Reader | None = None
+        self._sink: KVSink | None = None
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+        if self._sink is not None:
+            self._sink.close()
+
+    def _connect(self, destination: Destination) -> None:
+        if self._reader is None:
+            channel = self._fetcher.connect(destination)
+            self._reader = Reader(channel)
+            log.info("reads", decode=self._decode.address, transport=channel.transport)
+        if self._sink is None:
+            self._sink = self._fetcher.new_sink()
+
+    def _post(self, work: Fetch) -> None:
+        """Returns when nothing of it lands any more."""
+        reader, sink = self._reader, self._sink
+        assert reader is not None
+        assert sink is not None
+        running = RunningFetch(work, reader, sink, self._fetcher.page_size)
+        report = running.run(lambda: self._may_post(work, lambda: self._fetcher.steps_ended() >= work.block.after))
+        if report.in_flight or reader.lost_track:
+            # What they use stays as it is: the next fetch gets new ones.
+            self._fetcher.kept.append((reader, sink))
+            self._reader = self._sink = None
+        self._report(report)

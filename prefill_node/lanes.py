@@ -1,9 +1,9 @@
-"""A thread per decode node, so that a slow one delays only its own requests."""
+"""A thread per decode node, so that a slow one delays only its own requests. Pings, without which it posts nothing."""
 
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -11,11 +11,42 @@ from typing import Generic, TypeVar
 import structlog
 
 from control.messages import Destination, Peer
-from prefill_node.lease import await_lease
+from control.plane import ControlPlane
 from prefill_node.orders import TransferBlock, TransferReport
 from transfer.transports import NoRoute
 
 log = structlog.get_logger(__name__)
+
+_WATCHED_FOR_S = 60.0
+_SILENT_AFTER_S = 10.0
+
+
+class DecodeNodes:
+    """Pings the decode nodes that have attempts here: nothing is posted to one that does not answer. One loop calls it.
+
+    Pings go on for a while afterwards, so that the next attempt need not wait for an answer.
+    """
+
+    def __init__(self, control: ControlPlane) -> None:
+        self._control = control
+        self._served_at: dict[Peer, float] = {}
+        """When each last had an attempt here (time.monotonic)."""
+
+    def watch(self, served: Iterable[Peer]) -> None:
+        """These decode nodes have attempts here."""
+        now = time.monotonic()
+        self._served_at |= dict.fromkeys(served, now)
+        self._served_at = {decode: at for decode, at in self._served_at.items() if now - at < _WATCHED_FOR_S}
+        self._control.watch(self._served_at)
+
+    def is_silent(self, decode: Peer, now: float) -> bool:
+        """Whether the decode node was silent for so long that it will not ask for its attempts any more."""
+        return now - (self._control.last_heard(decode.boot_id) or 0.0) > _SILENT_AFTER_S
+
+
+LEASE_S = 2.0
+"""Nothing is posted to a decode node after so long without an answered ping: its address may be another process's."""
+_LOOK_S = 0.02
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +66,7 @@ class Lane(Generic[WorkT]):
     """What the thread of one decode node does. Whatever fails costs the work concerned, which is reported once."""
 
     def __init__(self, decode: Peer, silence: Callable[[Peer], float]) -> None:
+        """silence: for how many seconds a decode node may have been dead (`ControlPlane.silence`)."""
         self._decode = decode
         self._silence = partial(silence, decode)
         self._unreported: dict[int, WorkT] = {}
@@ -80,8 +112,12 @@ class Lane(Generic[WorkT]):
         raise NotImplementedError
 
     def _may_post(self, work: WorkT, is_ready: Callable[[], bool] = lambda: True) -> bool:
-        """Wait until the decode node is known to live. Whether the work is still wanted then."""
-        return await_lease(self._silence, work.is_wanted, is_ready)
+        """Wait while the decode node may be dead, or work is not ready. Whether it is still wanted then."""
+        while work.is_wanted():
+            if self._silence() < LEASE_S and is_ready():
+                return True
+            time.sleep(_LOOK_S)
+        return False
 
     def _report(self, report: TransferReport) -> None:
         """The one place that reports work: each once."""

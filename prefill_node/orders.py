@@ -13,7 +13,7 @@ from pydantic import PlainSerializer, PlainValidator
 from control.messages import AttemptId, Destination, Peer
 from control.prompt_logprobs import PromptLogprobs
 from engine.device import DeviceFailed
-from ranks.rank_line import DataclassCodec, LineCodec
+from ranks.executor import DataclassCodec, LineCodec
 from transfer.memory import Checksum, Checksums
 from transfer.planner import Int64s
 
@@ -249,6 +249,6 @@ def merged(reports: list[TransferReport]) -> TransferReport:
 
 _ORDERS = DataclassCodec[Order](get_args(Order))
 _REPORTS = DataclassCodec[TransferReport]((TransferReport,))
-OF_FIRST = LineCodec(_ORDERS.encode, _REPORTS.decode)
+OF_FIRST: LineCodec[Order, Report] = LineCodec(_ORDERS.encode, _REPORTS.decode)
 """Rank 0 sends orders, and gets reports."""
 OF_OTHERS = LineCodec(_REPORTS.encode, _ORDERS.decode)

@@ -13,7 +13,7 @@ from base.metrics import Metrics
 from control.messages import AttemptId, FetchGrant, FetchRefused, Peer, PrefillRequest, Progress, Quiesced
 from engine.chunked import ChunkedPrefill, PrefillStep
 from prefill_node.attempt import HeldAttempt, HeldState, Update
-from prefill_node.choices import FetchPolicy
+from prefill_node.config import FetchPolicy
 from prefill_node.dispatch import Dispatch, Transfer
 from prefill_node.offer import Destinations, Offer
 from prefill_node.orders import End, LayersRead, Order, Report, StepEnded, TransferReport
@@ -138,11 +138,9 @@ class PrefillPlanner:
 
     def fetch_answered(self, answer: FetchGrant | FetchRefused) -> None:
         """The decode node lends what `FetchRequest` has asked for, or does not. The attempt may have ended."""
-        if isinstance(answer, FetchRefused):
-            self._fetches.refused(answer)
-            return
-        if blocks := self._fetches.granted(answer, self._dispatch.new_number(), self._steps_ended):
-            self._dispatch.read(self.held[answer.attempt], answer.stop, blocks)
+        fetch = self._fetches.answered(answer)
+        if fetch is not None and isinstance(answer, FetchGrant):
+            fetch.work, fetch.bounds = self._dispatch.read(fetch.by, answer, self._steps_ended)
 
     def poll(self) -> list[Update]:
         """Do what can be done now, and return what has happened since the last call. Never waits.
@@ -259,8 +257,9 @@ class PrefillPlanner:
             case StepEnded():
                 self._on_step_ended(report)
             case LayersRead():
-                if (attempt := self._dispatch.attempt_of(report.work)) is not None:
-                    self._fetches.on_layers(attempt, report)
+                attempt = self._dispatch.attempt_of(report.work)
+                if attempt is not None and attempt.fetch is not None:
+                    attempt.fetch.layers = report
             case TransferReport():
                 if (ended := self._dispatch.block_ended(rank, report)) is not None:
                     self._on_transferred(*ended)

@@ -16,7 +16,6 @@ Of attempts that lack the same prefix at the same time one fetches it. The other
 
 import time
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 
 import structlog
 import torch
@@ -26,12 +25,10 @@ from control.messages import AttemptId, FetchDone, FetchGrant, FetchRefused, Fet
 from engine.chunked import ChunkedPrefill
 from prefill_node.arrival import arrives_in_time, pass_patience
 from prefill_node.attempt import HeldAttempt, HeldState, PrefixFetch
-from prefill_node.choices import FetchPolicy
+from prefill_node.config import FetchPolicy
 from prefill_node.costs import ComputeCost, FetchCosts
-from prefill_node.division import checksums_of_blocks, divide
-from prefill_node.orders import BlockToRead, DividedPrefix, FetchFailure, LayersRead, TransferReport
+from prefill_node.orders import DividedPrefix, FetchFailure, TransferReport
 from transfer.choices import Transport
-from transfer.planner import expand_extents
 
 log = structlog.get_logger(__name__)
 
@@ -94,44 +91,18 @@ class PrefixFetches:
             self._say(FetchRequest(attempt=attempt.id, start=start, stop=stop))
         attempt.fetch = PrefixFetch(by or attempt, start, stop, now, now + patience)
 
-    def refused(self, message: FetchRefused) -> None:
-        """The decode node does not lend: compute."""
-        attempt = self._held.get(message.attempt)
-        if attempt is not None and attempt.state is HeldState.ASKING:
-            self._end(attempt, message.reason, "refused")
-
-    def granted(self, grant: FetchGrant, work: int, steps_ended: int) -> dict[int, BlockToRead]:
-        """What ranks are to read of what the decode node lends, under this number: nothing if that is not wanted."""
-        attempt = self._held.get(grant.attempt)
+    def answered(self, answer: FetchGrant | FetchRefused) -> PrefixFetch | None:
+        """What is to be read now, if the decode node lends it. Computed is what it does not lend."""
+        attempt = self._held.get(answer.attempt)
         if attempt is None or attempt.state is not HeldState.ASKING:
-            return {}
-        fetch, pages = _fetch_of(attempt), attempt.pages
-        assert pages is not None
-        if (wrong := _grant_error(fetch, grant, attempt.destination.buffers.num_items)) is not None:
-            self._end(attempt, wrong, "refused")
-            return {}
+            return None
+        fetch = _fetch_of(attempt)
+        refusal = answer.reason if isinstance(answer, FetchRefused) else _grant_error(fetch, answer)
+        if refusal is not None:
+            self._end(attempt, refusal, "refused")
+            return None
         attempt.move(HeldState.READING)
-        fetch.work = work
-        fetch.bounds = divide(grant.checksums, grant.start, grant.stop, self._world_size)
-        checksums = checksums_of_blocks(grant.checksums, fetch.bounds)
-        slots = expand_extents(grant.extents)
-        return {
-            rank: BlockToRead(
-                work=work,
-                attempt=attempt.id,
-                decode=attempt.decode,
-                destination=attempt.destination,
-                start=start,
-                stop=stop,
-                pages=pages,
-                slots=slots[start - grant.start : stop - grant.start],
-                checksums=checksums[rank],
-                after=steps_ended,
-                reports_layers=self._world_size == 1,
-            )
-            for rank, (start, stop) in enumerate(pairwise(fetch.bounds))
-            if start < stop
-        }
+        return fetch
 
     def join(self) -> None:
         """Let attempts into the next step whose prefix comes faster than a step computes. No step is under way."""
@@ -148,11 +119,6 @@ class PrefixFetches:
                 attempt.move(HeldState.JOINED)
                 attempt.computed = fetch.stop
                 fetch.patience = pass_patience(seconds)
-
-    def on_layers(self, attempt: HeldAttempt, layers: LayersRead) -> None:
-        """Some layers have been read, and others are still being read."""
-        if attempt.fetch is not None:
-            attempt.fetch.layers = layers
 
     def on_void(self, attempt: HeldAttempt) -> None:
         """A step has ended that the attempt's prefix did not reach in time."""
@@ -207,7 +173,7 @@ class PrefixFetches:
                 attempt.move(HeldState.DROPPED)
                 late.append(fetch.work)
             elif attempt.state is HeldState.ASKING:
-                self._learn_of_part(attempt, 0, now - fetch.asked_at)
+                self._learn(attempt, now - fetch.asked_at, num_bytes=0)
                 self._end(attempt, "not granted in time", "timeout")
         return late
 
@@ -231,16 +197,14 @@ class PrefixFetches:
         """The one that will be used, unless shared memory cannot be mapped."""
         return next(transport for transport in self._transports if transport in attempt.destination.transports)
 
-    def _learn(self, attempt: HeldAttempt, fetch: PrefixFetch, seconds: float) -> None:
-        num_bytes = (fetch.stop - fetch.start) * self._prefill.pool.layout.token_bytes
+    def _learn(self, attempt: HeldAttempt, seconds: float, num_bytes: int | None = None) -> None:
+        """A fetch has taken so long. num_bytes: that had come when it was given up. If none had, all would have taken
+        longer."""
+        fetch = _fetch_of(attempt)
+        if not num_bytes:
+            seconds *= 1 if num_bytes is None else 2
+            num_bytes = (fetch.stop - fetch.start) * self._prefill.pool.layout.token_bytes
         self.fetch_costs.observe(attempt.decode.boot_id, self._transport_to(attempt), num_bytes, seconds)
-
-    def _learn_of_part(self, attempt: HeldAttempt, num_bytes: int, seconds: float) -> None:
-        """Of a fetch that was given up when so many bytes had come. If none had, all would have taken longer."""
-        if num_bytes:
-            self.fetch_costs.observe(attempt.decode.boot_id, self._transport_to(attempt), num_bytes, seconds)
-        elif attempt.fetch is not None:
-            self._learn(attempt, attempt.fetch, 2 * seconds)
 
     def _finish(self, attempt: HeldAttempt, report: TransferReport) -> list[tuple[int, int, int]]:
         """Nothing of a fetch lands any more, as far as can be known. See `on_read`."""
@@ -256,11 +220,11 @@ class PrefixFetches:
         if report.error is not None:
             is_late = attempt.state is HeldState.DROPPED
             if is_late:
-                self._learn_of_part(attempt, report.num_bytes, seconds)
+                self._learn(attempt, seconds, report.num_bytes)
             self._end(attempt, report.error, "timeout" if is_late else report.failure or "read")
             return []
         # Computing would have waited, too, for the step that was under way.
-        self._learn(attempt, fetch, seconds - fetch.waited)
+        self._learn(attempt, seconds - fetch.waited)
         if attempt.state.is_fetching:
             self._prefill.mark_cached(attempt, fetch.stop)
             attempt.fetched = fetch.stop - fetch.start
@@ -326,10 +290,11 @@ def _fetch_of(attempt: HeldAttempt) -> PrefixFetch:
     return attempt.fetch
 
 
-def _grant_error(fetch: PrefixFetch, grant: FetchGrant, num_slots: int) -> str | None:
+def _grant_error(fetch: PrefixFetch, grant: FetchGrant) -> str | None:
     """How a grant differs from what was asked for."""
     if (grant.start, grant.stop) != (fetch.start, fetch.stop):
         return f"granted [{grant.start}, {grant.stop}), asked for [{fetch.start}, {fetch.stop})"
+    num_slots = fetch.by.destination.buffers.num_items
     if any(first + length > num_slots for first, length in grant.extents):
         return f"an extent ends past the {num_slots} slots of the decode node"
     if (granted := sum(length for _, length in grant.extents)) != grant.stop - grant.start:

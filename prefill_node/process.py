@@ -2,7 +2,6 @@
 
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import structlog
 import torch
@@ -13,7 +12,6 @@ from base.memory import device_split, human, pool_bytes
 from control.membership import Membership
 from control.messages import Heartbeat, Peer, Register
 from engine.chunked import ChunkedPrefill
-from engine.identity import identity_of
 from kvcache.page_cache import PageCache, can_cache
 from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.config import ModelSpec
@@ -23,24 +21,15 @@ from model.split import SplitModel
 from prefill_node.attempt import HeldAttempt
 from prefill_node.config import PrefillConfig
 from prefill_node.endpoint import PrefillEndpoint
-from prefill_node.fetcher import FetchResources
-from prefill_node.gathering import PrefixGather
-from prefill_node.landing import DeviceSink, HostSink
 from prefill_node.offer import Offer
-from prefill_node.orders import OF_FIRST, Report
+from prefill_node.orders import OF_FIRST
 from prefill_node.planner import PrefillPlanner
-from prefill_node.rank_loop import RankLoop
-from prefill_node.ring import SendRings
-from prefill_node.sender import SendResources
-from prefill_node.source import DeviceSource, HostSource, Reading
-from prefill_node.worker import PrefillWorker
-from ranks.executor import Executor, Reports
+from prefill_node.worker import PrefillWorker, RankLoop
+from ranks.executor import Executor
 from ranks.group import Ranks
 from ranks.place import RankPlace
-from ranks.rank_line import lines_to_others
+from service.checkpoint import identity_of
 from service.node_model import NodeModel
-from service.shell import NodeShell
-from transfer.transports import Transports
 
 log = structlog.get_logger(__name__)
 
@@ -65,9 +54,8 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
             warm_up(model, pool, config.chunked_prefill_size if device.type == "cuda" else 1)
         ranks.watch_steps()
         _, *others = [Peer.model_validate(peer) for peer in ranks.share(shell.control.me.model_dump())]
-        sending, fetching = _resources(config, pool, transports, shell)
-        gather = PrefixGather(pool, ranks.rank, exchange.gather)
-        new_worker = partial(PrefillWorker, model, pool, sending, fetching, gather, ranks)
+        silence, checksums = shell.control.silence, config.transfer_checksum
+        new_worker = partial(PrefillWorker, model, pool, transports, silence, checksums, exchange.gather, ranks)
         if ranks.rank:
             shell.start(None, lambda: None)
             RankLoop(shell, ranks, new_worker).run()
@@ -80,11 +68,8 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
             ranks=tuple(rank.boot_id for rank in others),
         )
         cache = PageCache(pool, _is_caching(config))
-        prefill: ChunkedPrefill[HeldAttempt] = ChunkedPrefill(model, pool, config.chunked_prefill_size, cache)
-        reports: Reports[Report] = Reports(partial(shell.inbox.put, None))
-        worker = new_worker(partial(reports.add, 0))
-        lines = lines_to_others(ranks.lines, OF_FIRST, reports.add, ranks.fail)
-        executor = Executor(ranks, worker, lines, reports)
+        prefill: ChunkedPrefill[HeldAttempt] = ChunkedPrefill(pool, config.chunked_prefill_size, cache)
+        executor = Executor(ranks, new_worker, OF_FIRST, partial(shell.inbox.put, None))
         at_end.callback(executor.close, timeout=1.0)
         planner = PrefillPlanner(
             prefill, executor, offer, shell.metrics, config.transfer_timeout, config.fetch_prefixes
@@ -113,27 +98,6 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
         shell.announce(transports, spec.model_type, spec.fingerprint)
         PrefillEndpoint(shell, planner, ranks).run()
         planner.leave()
-
-
-def _resources(
-    config: PrefillConfig, pool: PagedKVPool, transports: Transports, shell: NodeShell[Any]
-) -> tuple[SendResources, FetchResources]:
-    layers = [*pool.kv, *pool.index_keys]
-    in_host_memory = not pool.kv.is_cuda
-    rings = SendRings(pin=not in_host_memory, register=transports.register)
-    reading = Reading(
-        source=HostSource(layers) if in_host_memory else DeviceSource(layers),
-        layer_of_buffer=pool.layout.layer_of_buffer,
-        page_size=config.page_size,
-        checksums=config.transfer_checksum,
-    )
-    fetching = FetchResources(
-        connect=transports.connect_to_read,
-        silence=shell.control.silence,
-        new_sink=lambda: HostSink(layers) if in_host_memory else DeviceSink(layers, rings),
-        page_size=config.page_size,
-    )
-    return SendResources(reading, rings, transports.connect, shell.control.silence), fetching
 
 
 def common_to_ranks(config: PrefillConfig) -> dict[str, object]:

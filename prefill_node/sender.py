@@ -1,50 +1,221 @@
 """Sends KV to decode nodes while forward passes still compute."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import structlog
 
 from control.messages import Destination, Peer
-from prefill_node.lanes import Lane, Lanes
-from prefill_node.outgoing import Chunk, OutgoingChunk
-from prefill_node.ring import SendRing, SendRings
-from prefill_node.source import Reading
+from prefill_node.compute import ForwardProgress, NotComputed
+from prefill_node.lanes import Lane, Lanes, LaneWork
+from prefill_node.orders import BlockToSend, TransferReport
+from prefill_node.plan import ChunkPart, ChunkPlan
+from prefill_node.pool_io import BUFFER_BYTES, Reading, SendBuffer, SendRing, SendRings
+from transfer.checksum import digest, sampled
+from transfer.memory import Checksum
+from transfer.planner import Descriptors
 from transfer.transports import packing_of
-from transfer.writer import Channel, Pipeline
+from transfer.writer import Channel, Outcome, Pipeline, TransferError, Write
 
 log = structlog.get_logger(__name__)
 
+_IN_PLACE_BYTES = 32 << 20
+"""Of one batch at most: aborts take effect between batches."""
+_WHAT_FAILED = {
+    Outcome.FAILED: "the decode node's transport cannot be reached or refuses a write",
+    Outcome.CUT: "the connection was lost",
+    Outcome.GIVEN_UP: "the transport gave a write up",
+    Outcome.UNKNOWN: "nobody knows whether a write has ended",
+}
 
-@dataclass(frozen=True)
-class SendResources:
-    """What the lanes of a sender share.
 
-    connect: the best way to a decode node; raises NoRoute. silence: for how many seconds a decode node may have been
-    dead (`ControlPlane.silence`). kept: pipelines and send buffers that writes of unknown end may use until the process
-    ends.
+@dataclass(frozen=True, eq=False)
+class Chunk(LaneWork):
+    """A block of a chunk that is sent. progress: of the forward pass that computes it."""
+
+    block: BlockToSend
+    progress: ForwardProgress
+
+
+class OutgoingChunk:
+    """Posts a chunk layer by layer as its forward pass finishes the layers.
+
+    `ring` lends the lane's send buffers if they are needed. `report` is called once, when all writes have ended.
     """
 
-    reading: Reading
-    rings: SendRings
-    connect: Callable[[Destination], Channel]
-    silence: Callable[[Peer], float]
-    kept: list[object] = field(default_factory=list)
+    def __init__(
+        self,
+        chunk: Chunk,
+        reading: Reading,
+        pipeline: Pipeline,
+        ring: Callable[[], SendRing],
+        report: Callable[[TransferReport], None],
+    ) -> None:
+        self._chunk = chunk
+        self._reading = reading
+        self._pipeline = pipeline
+        self._lend_ring = ring
+        self._report = report
+        self._result = TransferReport(chunk.block.work)
+
+    def post(self, may_post: Callable[[], bool]) -> None:
+        """Post all writes, until the chunk is no longer wanted. Never raises: errors are reported.
+
+        may_post: asked before each write; it may wait.
+        """
+        write = Write(on_end=lambda: self._end(write), go_on=lambda: self._go_on(may_post))
+        try:
+            for batch, buffer in self._batches():
+                self._result.num_bytes += int(batch.lengths.sum())
+                self._result.num_descriptors += len(batch.lengths)
+                if not self._pipeline.post(write, batch, buffer):
+                    self._result.error = "aborted"
+                    break
+        except NotComputed:
+            self._result.error = "aborted"
+        except Exception as error:
+            # A bug costs the request, not the lane: the node waits for a report of every chunk.
+            log.exception("sending failed", **self._chunk.block.attempt.log_fields)
+            self._result.error = f"sending failed: {error}"
+        self._pipeline.close(write)
+
+    def _go_on(self, may_post: Callable[[], bool]) -> bool:
+        with self._waiting():
+            goes_on = may_post()
+        if goes_on and self._result.posted_at is None:
+            self._result.posted_at = time.monotonic()
+        return goes_on
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Count the time as waiting, unless nothing was posted yet."""
+        since = time.monotonic()
+        yield
+        if self._result.posted_at is not None:
+            self._result.waited += time.monotonic() - since
+
+    def _end(self, write: Write) -> None:
+        """All writes have ended, as far as will ever be known."""
+        result = self._result
+        result.ended_at = time.monotonic()
+        result.lingering = write.lingers
+        result.in_flight = write.outcome is Outcome.UNKNOWN
+        if write.outcome is not Outcome.LANDED:
+            result.error = _WHAT_FAILED[write.outcome]
+        elif result.error is None:
+            try:
+                self._pipeline.channel.check()
+            except TransferError as error:
+                result.error = str(error)
+            except Exception as error:
+                log.exception("nobody knows whether the decode node lives", **self._chunk.block.attempt.log_fields)
+                result.error = f"sending failed: {error}"
+        if result.error is not None and result.error != "aborted":
+            decode, fields = self._chunk.block.decode.address, self._chunk.block.attempt.log_fields
+            log.warning("transfer failed", decode=decode, error=result.error, **fields)
+        self._report(result)
+
+    def _batches(self) -> Iterator[tuple[Descriptors, SendBuffer | None]]:
+        """What to post, and the send buffer that it is read from, if any."""
+        block, reading = self._chunk.block, self._reading
+        channel = self._pipeline.channel
+        plan = ChunkPlan(block.pages, reading.page_size, block.slots, block.start, block.stop, channel.max_bytes)
+        if plan.should_pack(packing_of(channel.transport, reading.source.in_host_memory)):
+            yield from self._packed(plan, self._lend_ring())
+        else:
+            for batch in self._in_place(plan):
+                yield batch, None
+
+    def _packed(self, plan: ChunkPlan, ring: SendRing) -> Iterator[tuple[Descriptors, SendBuffer]]:
+        """Each part by way of a send buffer."""
+        source, targets = self._reading.source, self._chunk.block.destination.buffers.ptrs
+        for buffer in self._reading.buffers_in_order():
+            self._await_layer(buffer)
+            item_bytes = source.buffers.item_lengths[buffer]
+            for part in plan.parts(max(1, BUFFER_BYTES // item_bytes)):
+                into = ring.take(self._pipeline)
+                source.gather(buffer, part, into)
+                if positions := self._sampled(buffer, part):
+                    start, stop = positions
+                    sent = into.address + (start - part.start) * item_bytes, (stop - start) * item_bytes
+                    self._result.checksums.append(Checksum(buffer, start, stop, digest([sent])))
+                _, out = part.packed(item_bytes)
+                yield out.at(into.address, targets[buffer]), into
+
+    def _in_place(self, plan: ChunkPlan) -> Iterator[Descriptors]:
+        """Straight from the pool, as many buffers at a time as are complete."""
+        source, targets = self._reading.source, self._chunk.block.destination.buffers.ptrs
+        for buffers in self._complete_buffers():
+            item_bytes = source.buffers.item_lengths[buffers[0]]
+            for part in plan.parts(max(1, _IN_PLACE_BYTES // item_bytes)):
+                for buffer in buffers:
+                    if positions := self._sampled(buffer, part):
+                        found = source.digest(buffer, part, *positions)
+                        self._result.checksums.append(Checksum(buffer, *positions, found))
+                yield part.direct(item_bytes).at_each(
+                    [source.buffers.ptrs[buffer] for buffer in buffers], [targets[buffer] for buffer in buffers]
+                )
+
+    def _complete_buffers(self) -> Iterator[list[int]]:
+        """All buffers, in order; complete ones of one item size together, as far as they fit a batch."""
+        item_lengths = self._reading.source.buffers.item_lengths
+        num_items = self._chunk.block.stop - self._chunk.block.start
+        ahead = deque(self._reading.buffers_in_order())
+        while ahead:
+            buffers = [ahead.popleft()]
+            item_bytes = item_lengths[buffers[0]]
+            self._await_layer(buffers[0])
+            while (
+                ahead
+                and item_lengths[ahead[0]] == item_bytes
+                and (len(buffers) + 1) * num_items * item_bytes <= _IN_PLACE_BYTES
+                and self._is_complete(ahead[0])
+            ):
+                buffers.append(ahead.popleft())
+            yield buffers
+
+    def _is_complete(self, buffer: int) -> bool:
+        return self._chunk.progress.is_done(self._reading.layer_of_buffer[buffer])
+
+    def _await_layer(self, buffer: int) -> None:
+        if self._is_complete(buffer):
+            return
+        # The wait may be long. Meanwhile earlier writes, also those of other chunks, must be reported when they end.
+        self._pipeline.drain()
+        with self._waiting():
+            self._chunk.progress.wait(self._reading.layer_of_buffer[buffer], lambda: not self._chunk.is_wanted())
+
+    def _sampled(self, buffer: int, part: ChunkPart) -> tuple[int, int] | None:
+        return sampled(self._reading.checksums, part.start, part.stop, buffer)
 
 
 class Sender(Lanes[Chunk]):
-    """Sends chunks."""
+    """Sends chunks. kept: pipelines and send buffers that writes of unknown end may use until the process ends."""
 
-    def __init__(self, resources: SendResources) -> None:
-        super().__init__("send", lambda decode: _SendLane(resources, decode))
+    def __init__(
+        self,
+        reading: Reading,
+        rings: SendRings,
+        connect: Callable[[Destination], Channel],
+        silence: Callable[[Peer], float],
+    ) -> None:
+        """connect: the best way to a decode node; raises NoRoute. silence: as of Lane."""
+        super().__init__("send", lambda decode: _SendLane(self, decode, silence))
+        self.reading = reading
+        self.rings = rings
+        self.connect = connect
+        self.kept: list[object] = []
 
 
 class _SendLane(Lane[Chunk]):
     """The pipeline to one decode node, and its send buffers."""
 
-    def __init__(self, resources: SendResources, decode: Peer) -> None:
-        super().__init__(decode, resources.silence)
-        self._resources = resources
+    def __init__(self, sender: Sender, decode: Peer, silence: Callable[[Peer], float]) -> None:
+        super().__init__(decode, silence)
+        self._sender = sender
         self._pipeline: Pipeline | None = None
         self._ring: SendRing | None = None
 
@@ -61,13 +232,13 @@ class _SendLane(Lane[Chunk]):
             return
         used = (pipeline, ring)
         # Kept alive, whatever fails meanwhile, until it is known that no write uses it.
-        self._resources.kept.append(used)
+        self._sender.kept.append(used)
         pipeline.drain()
         if pipeline.lost_track:
             return
-        self._resources.kept.remove(used)
+        self._sender.kept.remove(used)
         if ring is not None:
-            self._resources.rings.take_back(ring)
+            self._sender.rings.take_back(ring)
         pipeline.channel.close()
 
     def _connect(self, destination: Destination) -> None:
@@ -75,17 +246,17 @@ class _SendLane(Lane[Chunk]):
             # Its send buffers and its channel stay in use for ever: later chunks get new ones.
             self.close()
         if self._pipeline is None:
-            channel = self._resources.connect(destination)
+            channel = self._sender.connect(destination)
             self._pipeline = Pipeline(channel)
-            packing = packing_of(channel.transport, self._resources.reading.source.in_host_memory)
+            packing = packing_of(channel.transport, self._sender.reading.source.in_host_memory)
             log.info("route", decode=self._decode.address, transport=channel.transport, gathers=packing)
 
     def _post(self, work: Chunk) -> None:
         assert self._pipeline is not None
-        outgoing = OutgoingChunk(work, self._resources.reading, self._pipeline, self._lent_ring, self._report)
+        outgoing = OutgoingChunk(work, self._sender.reading, self._pipeline, self._lent_ring, self._report)
         outgoing.post(may_post=lambda: self._may_post(work))
 
     def _lent_ring(self) -> SendRing:
         if self._ring is None:
-            self._ring = self._resources.rings.lend()
+            self._ring = self._sender.rings.lend()
         return self._ring

@@ -8,16 +8,19 @@ from functools import partial
 import structlog
 import torch
 
+from control.messages import Message, Peer
 from engine.chunked import WantedLogprobs, compute_chunks
 from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
+from model.split import GatherRows
 from prefill_node.arrival import AllJobsVoid, AwaitedPrefixes, PrefixArrival
-from prefill_node.compute import ComputeThread, Task
-from prefill_node.fetch import Fetch
-from prefill_node.fetcher import Fetcher, FetchResources
-from prefill_node.gathering import PrefixGather
+from prefill_node.compute import ComputeThread, ForwardProgress
+from prefill_node.division import gather_prefixes
+from prefill_node.fetch import Fetch, Fetcher
+from prefill_node.lanes import DecodeNodes
 from prefill_node.orders import (
+    OF_OTHERS,
     BlockToRead,
     BlockToSend,
     CancelTransfers,
@@ -32,10 +35,13 @@ from prefill_node.orders import (
     StepEnded,
     TransferReport,
 )
-from prefill_node.outgoing import Chunk
-from prefill_node.progress import ForwardProgress
-from prefill_node.sender import Sender, SendResources
+from prefill_node.pool_io import DeviceSink, DeviceSource, HostSink, HostSource, Reading, SendRings
+from prefill_node.sender import Chunk, Sender
+from ranks.executor import RankLine, Worker
 from ranks.group import Ranks
+from service.shell import NodeShell
+from transfer.choices import ChecksumMode
+from transfer.transports import Transports
 
 log = structlog.get_logger(__name__)
 
@@ -58,22 +64,34 @@ class PrefillWorker:
         self,
         model: SparseModel,
         pool: PagedKVPool,
-        sending: SendResources,
-        fetching: FetchResources,
-        gather: PrefixGather,
+        transports: Transports,
+        silence: Callable[[Peer], float],
+        checksums: ChecksumMode,
+        gather: GatherRows,
         ranks: Ranks,
         report: Callable[[Report], None],
     ) -> None:
-        """gather: of the prefixes that ranks have read. report: called on any thread, once for each step, and once for
+        """silence: as of Lane. gather: see Exchange. report: called on any thread, once for each step, and once for
         each block when all of it has ended as far as can be known."""
         self._model = model
         self._pool = pool
         self._device = pool.kv.device
-        self._gather = gather
+        self._gather = partial(gather_prefixes, pool, ranks.rank, gather)
         self._report = report
         self._compute = ComputeThread(self._device, ranks, report)
-        self._sender = Sender(sending)
-        self._fetcher = Fetcher(fetching, lambda: self._compute.tasks_ended)
+        layers, layer_of_buffer = [*pool.kv, *pool.index_keys], pool.layout.layer_of_buffer
+        on_host = not pool.kv.is_cuda
+        rings = SendRings(pin=not on_host, register=transports.register)
+        source = HostSource(layers) if on_host else DeviceSource(layers)
+        reading = Reading(source, layer_of_buffer, pool.page_size, checksums)
+        self._sender = Sender(reading, rings, transports.connect, silence)
+        self._fetcher = Fetcher(
+            transports.connect_to_read,
+            silence,
+            new_sink=lambda: HostSink(layers) if on_host else DeviceSink(layers, rings),
+            page_size=pool.page_size,
+            steps_ended=lambda: self._compute.tasks_ended,
+        )
         self._blocks: dict[int, _Block] = {}
         """By number: those that are under way."""
         self._over = ForwardProgress.over(self._device, pool.layout.num_layers)
@@ -90,7 +108,7 @@ class PrefillWorker:
             case BlockToRead():
                 self._read(order)
             case Gather():
-                self._compute.start(Task(order.number, "gathering", lambda: self._exchange(order)))
+                self._compute.start(order.number, "gathering", lambda: self._exchange(order))
             case CancelTransfers(works=works):
                 for block in filter(None, map(self._blocks.get, works)):
                     block.is_cancelled = True
@@ -126,7 +144,7 @@ class PrefillWorker:
             if block is not None and block.arrival is not None:
                 arrivals[number] = block.arrival
         awaited = AwaitedPrefixes(arrivals, len(step.chunks), step.patience)
-        self._compute.start(Task(step.number, "prefill", lambda: self._queue(step, progress, awaited), progress.fail))
+        self._compute.start(step.number, "prefill", lambda: self._queue(step, progress, awaited), progress.fail)
         for write in step.writes:
             self._send(write, progress)
 
@@ -173,7 +191,7 @@ class PrefillWorker:
         return PrefillChunk(tokens, chunk.start, chunk.sequence_length, pages)
 
     def _exchange(self, gather: Gather) -> Callable[[], StepEnded]:
-        self._gather.run(gather.prefixes)
+        self._gather(gather.prefixes)
         return partial(StepEnded, gather.number)
 
     def _block_ended(self, report: TransferReport) -> None:
@@ -183,3 +201,73 @@ class PrefillWorker:
 
 def _wanted(chunk: StepChunk) -> WantedLogprobs | None:
     return None if chunk.next_ids is None else WantedLogprobs(torch.from_numpy(chunk.next_ids), chunk.alternatives)
+
+
+_IDLE_WAIT_S = 0.2
+_CLOSE_S = 1.0
+_WATCH_S = 1.0
+
+
+class RankLoop:
+    """The loop of a rank other than 0: has its worker do what rank 0 orders.
+
+    It pings the decode nodes itself, since each rank has a lease of its own. It says nothing else to them: rank 0
+    hears what it has sent, and speaks for all.
+    """
+
+    def __init__(
+        self,
+        shell: NodeShell[Order | StepEnded],
+        ranks: Ranks,
+        new_worker: Callable[[Callable[[Report], None]], Worker[Order]],
+    ) -> None:
+        """new_worker: is told where the worker reports to."""
+        self._shell = shell
+        self._ranks = ranks
+        self._decode_nodes = DecodeNodes(shell.control)
+        self._served: tuple[Peer, ...] = ()
+        self._watch_at = 0.0
+        self._has_ended = False
+        self._worker = new_worker(self._report)
+        self._line = RankLine(ranks.lines[0], 0, OF_OTHERS, shell.inbox.put, ranks.fail)
+
+    def run(self) -> None:
+        """Obey until rank 0 ends the node. Raises GroupFailed if a rank ends otherwise, or fails in a step."""
+        while not self._has_ended:
+            for item in self._shell.receive(_IDLE_WAIT_S):
+                self.take(item)
+            lifecycle = self._shell.lifecycle
+            lifecycle.follow(self._ranks.sync_phase(lifecycle.phase))
+            self._ranks.check()
+            if time.monotonic() >= self._watch_at:
+                self._watch()
+        self._worker.close(_CLOSE_S)
+        self._ranks.leave()
+
+    def take(self, item: tuple[Peer, Message] | Order | StepEnded) -> None:
+        """Raises GroupFailed."""
+        match item:
+            case StepEnded(error=error):
+                if error is not None:
+                    raise self._ranks.failure(RuntimeError(error))
+            case End():
+                self._has_ended = True
+            case Serve(decode_nodes=decode_nodes):
+                self._served = decode_nodes
+                self._watch()
+                self._worker.take(item)
+            case tuple():
+                pass  # Messages are for rank 0.
+            case _:
+                self._worker.take(item)
+
+    def _watch(self) -> None:
+        self._watch_at = time.monotonic() + _WATCH_S
+        self._decode_nodes.watch(self._served)
+
+    def _report(self, report: Report) -> None:
+        """On any thread of the worker. Layers are reported where there is one rank."""
+        if isinstance(report, TransferReport):
+            self._line.send(report.by_clock(self._ranks.clock_ahead))
+        elif isinstance(report, StepEnded):
+            self._shell.inbox.put(report)

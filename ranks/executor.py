@@ -5,15 +5,114 @@ A node of one process is a group without others: nothing above knows how many ra
 """
 
 import queue
-from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgpack
+import structlog
+from pydantic import TypeAdapter
 
 from ranks.barrier import GroupFailed
 from ranks.group import Ranks
+from ranks.sealed_socket import FrameRefused, SealedSocket
+
+log = structlog.get_logger(__name__)
 
 OrderT = TypeVar("OrderT")
 OrderT_contra = TypeVar("OrderT_contra", contravariant=True)
 ReportT = TypeVar("ReportT")
+KindT = TypeVar("KindT")
+SentT = TypeVar("SentT")
+ReceivedT = TypeVar("ReceivedT")
+
+
+@dataclass(frozen=True)
+class LineCodec(Generic[SentT, ReceivedT]):
+    """How one end writes what it sends, and reads what it receives. decode: raises ValueError for other bytes."""
+
+    encode: Callable[[SentT], bytes]
+    decode: Callable[[bytes], ReceivedT]
+
+
+class DataclassCodec(Generic[KindT]):
+    """Values of some dataclasses as bytes: msgpack of the name of their class and their fields."""
+
+    def __init__(self, kinds: tuple[type[KindT], ...]) -> None:
+        self._kinds = {kind.__name__: TypeAdapter(kind) for kind in kinds}
+
+    def encode(self, value: KindT) -> bytes:
+        kind = type(value).__name__
+        packed: bytes = msgpack.packb((kind, self._kinds[kind].dump_python(value)))
+        return packed
+
+    def decode(self, data: bytes) -> KindT:
+        """Raises ValueError if these are not the bytes of such a value, with fields of its types."""
+        try:
+            found: Any = msgpack.unpackb(data, use_list=False)
+        except (TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
+            raise ValueError(f"not msgpack: {error}") from error
+        match found:
+            case (str(kind), dict(fields)) if kind in self._kinds:
+                return self._kinds[kind].validate_python(fields)
+        raise ValueError(f"expected one of {', '.join(self._kinds)}, and its fields")
+
+
+class RankLine(Generic[SentT, ReceivedT]):
+    """One end of what rank 0 and another rank tell each other in addition to collectives: values, in order.
+
+    Sending never waits: the other rank may be stopped. What was sent comes as long as both ranks live. rank: the other
+    one. receive: called with each value, in order, on a thread of the line. failed: called with the reason, on a thread
+    of the line, if something else came, or a value cannot be sent; the line is closed then.
+    """
+
+    def __init__(
+        self,
+        connection: SealedSocket,
+        rank: int,
+        codec: LineCodec[SentT, ReceivedT],
+        receive: Callable[[ReceivedT], None],
+        failed: Callable[[str], None],
+    ) -> None:
+        self._connection = connection
+        self._rank = rank
+        self._codec = codec
+        self._receive = receive
+        self._failed = failed
+        self._outbox: queue.SimpleQueue[SentT] = queue.SimpleQueue()
+        for work in (self._write, self._read):
+            threading.Thread(target=work, name="rank-line", daemon=True).start()
+
+    def send(self, item: SentT) -> None:
+        """Any thread may call it. The value must not change any more."""
+        self._outbox.put(item)
+
+    def _write(self) -> None:
+        try:
+            while True:
+                self._connection.send(self._codec.encode(self._outbox.get()))
+        except OSError:
+            return  # The other rank has ended, which the rank's watch says.
+        except Exception as error:
+            log.exception("a value for another rank cannot be sent")
+            self._fail(f"cannot send: {error}")
+
+    def _read(self) -> None:
+        while True:
+            try:
+                value = self._codec.decode(self._connection.receive())
+            except (EOFError, OSError):
+                return
+            except (FrameRefused, ValueError) as error:
+                self._fail(str(error))
+                return
+            self._receive(value)
+
+    def _fail(self, reason: str) -> None:
+        self._connection.shut_down()
+        self._failed(f"the line to rank {self._rank} failed: {reason}")
 
 
 class Worker(Protocol[OrderT_contra]):
@@ -21,35 +120,9 @@ class Worker(Protocol[OrderT_contra]):
 
     def take(self, order: OrderT_contra) -> None:
         """Begin with an order. Never waits."""
-        ...
 
     def close(self, timeout: float) -> bool:
         """End once what was ordered has ended. Whether it has within so many seconds."""
-        ...
-
-
-class Line(Protocol[OrderT_contra]):
-    """Takes orders to the worker of another rank."""
-
-    def send(self, item: OrderT_contra, /) -> None: ...
-
-
-class Reports(Generic[ReportT]):
-    """What workers have reported. Any thread may add to it."""
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        """wake: called, on any thread, when there is a report."""
-        self._wake = wake
-        self._queue: queue.SimpleQueue[tuple[int, ReportT]] = queue.SimpleQueue()
-
-    def add(self, rank: int, report: ReportT) -> None:
-        self._queue.put((rank, report))
-        self._wake()
-
-    def take(self) -> Iterator[tuple[int, ReportT]]:
-        """What has come, one after the other. What is not taken stays."""
-        while not self._queue.empty():
-            yield self._queue.get()
 
 
 class Executor(Generic[OrderT, ReportT]):
@@ -58,15 +131,20 @@ class Executor(Generic[OrderT, ReportT]):
     def __init__(
         self,
         ranks: Ranks,
-        worker: Worker[OrderT],
-        lines: Sequence[Line[OrderT]],
-        reports: Reports[ReportT],
+        new_worker: Callable[[Callable[[ReportT], None]], Worker[OrderT]],
+        codec: LineCodec[OrderT, ReportT],
+        wake: Callable[[], None],
     ) -> None:
-        """worker: of rank 0. lines: to the workers of the other ranks, in their order."""
+        """new_worker: makes that of rank 0, and is told where it reports to. codec: for lines to the other workers.
+        wake: called, on any thread, when there is a report."""
         self._ranks = ranks
-        self._worker = worker
-        self._lines = lines
-        self._reports = reports
+        self._wake = wake
+        self._reports: queue.SimpleQueue[tuple[int, ReportT]] = queue.SimpleQueue()
+        self._worker = new_worker(partial(self.report, 0))
+        self._lines = [
+            RankLine(connection, rank, codec, partial(self.report, rank), ranks.fail)
+            for rank, connection in sorted(ranks.lines.items())
+        ]
         self._has_failed = False
 
     @property
@@ -84,15 +162,21 @@ class Executor(Generic[OrderT, ReportT]):
         for rank in reversed(range(self.world_size)):
             self.order(rank, order)
 
+    def report(self, rank: int, report: ReportT) -> None:
+        """A rank's worker has reported. Any thread may call it."""
+        self._reports.put((rank, report))
+        self._wake()
+
     def poll(self) -> Iterator[tuple[int, ReportT]]:
-        """What ranks have reported, each with its rank. Raises GroupFailed, once, if a rank has ended."""
+        """What ranks have reported, each with its rank; what is not taken stays. Raises GroupFailed, once, if a rank
+        has ended."""
         if not self._has_failed:
             try:
                 self._ranks.check()
             except GroupFailed:
                 self._has_failed = True
                 raise
-        return self._reports.take()
+        return self._taken()
 
     def step_failed(self, error: str) -> None:
         """Rank 0 could not do its part of a step. Raises GroupFailed, once, if other ranks wait for it."""
@@ -108,3 +192,7 @@ class Executor(Generic[OrderT, ReportT]):
     def close(self, timeout: float) -> bool:
         """End rank 0's worker. Whether all that it was ordered to do has ended within so many seconds."""
         return self._worker.close(timeout)
+
+    def _taken(self) -> Iterator[tuple[int, ReportT]]:
+        while not self._reports.empty():
+            yield self._reports.get()

@@ -20,12 +20,10 @@ from model.shard import NO_EXCHANGE, Exchange, Shard
 from ranks.barrier import GroupBarrier, GroupFailed, StepBarrier
 from ranks.exchange import GroupExchange
 from ranks.place import RankPlace
-from ranks.rank_line import inherited_lines
 from ranks.rendezvous import MEETING_S, meet
-from ranks.replicated_status import ReplicatedStatus
 from ranks.sealed_socket import SealedSocket
-from ranks.status import SharedStatus
-from ranks.watch import RankWatch, end_process
+from ranks.status import ReplicatedStatus, SharedStatus
+from ranks.watch import RankWatch
 
 log = structlog.get_logger(__name__)
 
@@ -148,7 +146,7 @@ class RankGroup(Ranks):
         super().__init__(device)
         met = meet(place, secret, patience)
         self.place = place
-        self.lines = inherited_lines(place) | met.lines
+        self.lines = met.lines
         self.rank, self.world_size, self.per_host = place.rank, place.size, place.per_host
         self._wake = wake
         self._broken: str | None = None
@@ -156,7 +154,7 @@ class RankGroup(Ranks):
         self._interface = met.interface
         self._step_timeout = step_timeout
         self._status = (
-            ReplicatedStatus(place.status, place, met.links, called=wake, lost=self._wake_all)
+            ReplicatedStatus(place.status, place.size, place.rank, met.links, called=wake, lost=self._wake_all)
             if met.links
             else SharedStatus(place.status, place.size)
         )
@@ -173,7 +171,6 @@ class RankGroup(Ranks):
             tuple(map(self._status.pid, range(self.world_size))),
             step_timeout,
             wake,
-            lambda reason: end_process(self._status, self.rank, reason),
         )
         self.barrier = GroupBarrier(self._status, self.rank, place.wakeup_fds, self._watch, step_timeout, self._spin())
 

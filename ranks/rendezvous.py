@@ -3,8 +3,8 @@
 Ranks of one host share what they inherit. Those of several hosts meet at a store of torch.distributed, which rank 0
 serves at the address that all were given. It asks for no key, as the collectives' own connections do not: who reaches
 them can disturb the group. What ranks send each other beside collectives goes over connections of which both ends have
-shown that they know the secret (`ranks/handshake.py`), and whose frames nobody else can make
-(`ranks/sealed_socket.py`). Without keys there is no secret, and anybody can do both.
+shown that they know the secret, and whose frames nobody else can make (`ranks/sealed_socket.py`). Without keys there is
+no secret, and anybody can do both.
 """
 
 import hashlib
@@ -23,9 +23,8 @@ from torch.distributed import DistError, DistNetworkError, FileStore, Store, TCP
 
 from base.errors import StartupError
 from ranks.barrier import GroupFailed
-from ranks.handshake import PATIENCE_S, Caller, HandshakeFailed, Purpose, accept, call
 from ranks.place import RankPlace
-from ranks.sealed_socket import SealedSocket
+from ranks.sealed_socket import INHERITED, PATIENCE_S, Caller, HandshakeFailed, Purpose, SealedSocket, accept, call
 
 log = structlog.get_logger(__name__)
 
@@ -38,8 +37,8 @@ _AGAIN_S = 1.0
 class Meeting:
     """What connects a rank with the others.
 
-    links: to the counterparts, by rank. lines: between rank 0 and every rank of another host, by the other rank, if
-    ranks have lines. interface: the name of the network interface that leads to the others. clock_ahead: seconds by
+    links: to the counterparts, by rank. lines: between rank 0 and every other rank, by the other rank, if ranks have
+    lines. interface: the name of the network interface that leads to the others. clock_ahead: seconds by
     which the monotonic clock of rank 0 is ahead of this host's.
     """
 
@@ -57,7 +56,8 @@ def meet(place: RankPlace, secret: bytes, patience: float = MEETING_S) -> Meetin
     started later, and StartupError if they cannot be a group: other keys, another shape, or one rank twice.
     """
     if place.hosts == 1:
-        return Meeting(FileStore(f"/proc/self/fd/{place.store}", place.size), {}, {}, "lo", 0.0)
+        found = FileStore(f"/proc/self/fd/{place.store}", place.size)
+        return Meeting(found, {}, _inherited_lines(place), "lo", 0.0)
     until = time.monotonic() + patience
     try:
         store = _join(place, until)
@@ -158,7 +158,15 @@ def _connect(place: RankPlace, store: Store, secret: bytes, until: float) -> Mee
         {others[caller]: session for caller, session in found.items() if caller.purpose is purpose}
         for purpose in Purpose
     )
-    return Meeting(store, links, lines, interface_of(address), ahead)
+    return Meeting(store, links, _inherited_lines(place) | lines, interface_of(address), ahead)
+
+
+def _inherited_lines(place: RankPlace) -> dict[int, SealedSocket]:
+    """This rank's ends of its lines within its host, by the other rank."""
+    ends = {rank: first for rank, (first, _) in enumerate(place.lines, start=1)}
+    if place.rank:
+        ends = {0: place.lines[place.rank - 1][1]} if place.lines else {}
+    return {rank: SealedSocket(socket.socket(fileno=end), INHERITED) for rank, end in ends.items() if end >= 0}
 
 
 def _called(store: Store, key: bytes, caller: Caller) -> tuple[SealedSocket, float]:

@@ -8,10 +8,14 @@ written in. Of a group on several hosts each host has a copy: `ReplicatedStatus`
 
 import mmap
 import os
+import struct
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 
 from base.phase import Phase
+from ranks.sealed_socket import FrameRefused, SealedSocket
 
 _ENTRY_BYTES = 1024
 _LINE = 8
@@ -165,3 +169,135 @@ class SharedStatus:
 
     def _set(self, rank: int, field: int, value: int) -> None:
         self._numbers[self._at(rank, field)] = value
+
+
+_MESSAGE = struct.Struct("<3q")
+_POST, _STATE, _LEFT = range(3)
+_STARTING_S = 600.0
+"""How long a rank that starts may be silent: pinning hundreds of GB of host memory may stop all of its threads."""
+
+
+class ReplicatedStatus(SharedStatus):
+    """A SharedStatus of a group on several hosts: each has a copy, and what a rank writes to its own goes to others.
+
+    A rank is connected to its counterpart on every other host (`RankPlace.counterparts`), which writes what it is told
+    into its own host's copy. So a rank sends as many messages for a step as there are other hosts. They come in order,
+    as readers need them: a post is in the other copy before the next one. It is a connection and not a collective,
+    since a sleeping rank is woken by another, and the loss of a host is seen by a thread that waits for nothing else.
+
+    A counterpart that ends, or is silent for longer than its patience, before all are done is reported in its own
+    entry, with the reason.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        size: int,
+        rank: int,
+        links: Mapping[int, SealedSocket],
+        called: Callable[[], None],
+        lost: Callable[[], None],
+    ) -> None:
+        """links: to each counterpart, by its rank. called: another host wants a step that this rank has not come to.
+        lost: a counterpart was reported. Both are called on threads of this object."""
+        super().__init__(fd, size)
+        self._rank = rank
+        self._links = links
+        self._called = called
+        self._lost = lost
+        self._sending = threading.Lock()
+        """Protects the order of messages: the node's loop posts, and the watch beats."""
+        self._closing = False
+        self.be_patient(_STARTING_S)
+        self._readers = [
+            threading.Thread(target=self._read, args=each, name="host-link", daemon=True) for each in links.items()
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def be_patient(self, seconds: float) -> None:
+        """How long a counterpart may be silent from now on; each beats twice a second, or more often."""
+        self._patience = seconds
+        for link in self._links.values():
+            link.be_patient(seconds)
+
+    def leave(self) -> None:
+        """End the connections. If all are done, the counterparts do not miss this rank."""
+        if self.all_done():
+            self._send(_LEFT)
+        self._closing = True
+        for link in self._links.values():
+            link.shut_down()
+        for reader in self._readers:
+            reader.join()
+        for link in self._links.values():
+            link.close()
+
+    # What this process's rank writes is sent, too.
+
+    def post(self, rank: int, number: int, batch: int) -> None:
+        super().post(rank, number, batch)
+        if rank == self._rank:
+            self._send(_POST, number, batch)
+
+    def beat(self, rank: int) -> None:
+        super().beat(rank)
+        self._send_state()
+
+    def set_phase(self, rank: int, phase: Phase) -> None:
+        before = self.phase_of(rank)
+        super().set_phase(rank, phase)
+        if phase != before:
+            self._send_state()
+
+    def set_done(self, rank: int) -> None:
+        before = self.done(rank)
+        super().set_done(rank)
+        if not before:
+            self._send_state()
+
+    def _send_state(self) -> None:
+        self._send(_STATE, self.phase_of(self._rank), int(self.done(self._rank)))
+
+    def _send(self, kind: int, first: int = 0, second: int = 0) -> None:
+        message = _MESSAGE.pack(kind, first, second)
+        with self._sending:
+            for link in self._links.values():
+                with suppress(OSError):  # The link's reader finds out.
+                    link.send(message)
+
+    # What counterparts say of theirs.
+
+    def _read(self, other: int, link: SealedSocket) -> None:
+        left = False
+        while True:
+            try:
+                kind, first, second = _MESSAGE.unpack(link.receive())
+            except (EOFError, OSError, FrameRefused) as error:
+                if not (left or self._closing or self.all_done()):
+                    per_host = self.size // (1 + len(self._links))
+                    self.report(other, f"rank {other} on host {other // per_host} {self._how_it_ended(error)}")
+                    self._lost()
+                return
+            if kind == _POST:
+                super().post(other, first, second)
+                if self.posted(self._rank, first) is None:
+                    self._called()
+            elif kind == _STATE:
+                super().beat(other)
+                super().set_phase(other, Phase(first))
+                if second:
+                    super().set_done(other)
+            else:
+                left = True
+
+    def _how_it_ended(self, error: Exception) -> str:
+        match error:
+            case EOFError():
+                return "closed its connection"
+            case BlockingIOError():
+                return f"was not heard for {self._patience:g} s"
+            case OSError():
+                return f"lost its connection ({error.strerror})"
+            case _:
+                return f"lost its connection ({error})"

@@ -7,7 +7,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import structlog
 
@@ -26,7 +26,7 @@ class RankWatch:
     """Waits for the wakeup_fd and for the ends of the other ranks, and shows that this process runs.
 
     A step is watched by a thread, since its own may wait in a collective for a rank that never comes, for which there
-    is no time limit on a GPU. Nothing can be told to anyone then: `give_up` ends the process.
+    is no time limit on a GPU. Nothing can be told to anyone then: the process ends.
     """
 
     def __init__(
@@ -37,16 +37,13 @@ class RankWatch:
         pids: tuple[int, ...],
         step_timeout: float,
         wake: Callable[[], None],
-        give_up: Callable[[str], None],
     ) -> None:
-        """pids: of all ranks; 0: it is on another host. wake: has the loop take its next turn. give_up: called with the
-        reason."""
+        """pids: of all ranks; 0: it is on another host. wake: has the loop take its next turn."""
         self._status = status
         self._rank = rank
         self._wakeup_fd = wakeup_fd
         self._step_timeout = step_timeout
         self._wake = wake
-        self._give_up = give_up
         self._beat_s = min(_LONGEST_BEAT_S, step_timeout / 8)
         self._ends = {os.pidfd_open(pid): other for other, pid in enumerate(pids) if pid and other != rank}
         self._far = [other for other, pid in enumerate(pids) if not pid]
@@ -145,9 +142,41 @@ class RankWatch:
                 return f"rank {other} is stopped: {limit}"
         return f"rank {self._rank}: {limit}"
 
+    def _give_up(self, reason: str) -> None:
+        """End this process at once, whatever its other threads wait for. The process that started it says why."""
+        log.critical("the group failed", reason=reason)
+        self._status.report(self._rank, reason)
+        os._exit(1)
 
-def end_process(status: SharedStatus, rank: int, reason: str) -> None:
-    """End this process at once, whatever its other threads wait for. The process that started it says why."""
-    log.critical("the group failed", reason=reason)
-    status.report(rank, reason)
-    os._exit(1)
+
+GRACE_S = 2.0
+"""How long a rank may hang beyond the step timeout: ranks that wait for it notice it first, and know in which step."""
+
+
+class Watchdog:
+    """Counts how often the loops of some ranks turn (`SharedStatus.turn`).
+
+    Time counts only as far as this process looks: while the whole machine was paused no loop could turn.
+    """
+
+    def __init__(self, status: SharedStatus, ranks: Iterable[int], step_timeout: float, look_every: float) -> None:
+        """look_every: seconds between calls of `look` at most, as long as nothing is paused."""
+        self.patience = step_timeout + GRACE_S
+        self._status = status
+        self._look_every = look_every
+        self._looked_at: float | None = None
+        self._still = dict.fromkeys(ranks, (0, 0.0))
+        """Of each rank: how often its loop had turned, and for how many seconds that has been so."""
+
+    def look(self, now: float) -> int | None:
+        """A rank whose loop has not turned for `patience` seconds; None if there is none. now: of time.monotonic().
+
+        Ranks that have not begun to serve, which may take hours, or that are done are not expected to turn.
+        """
+        passed = 0.0 if self._looked_at is None else min(now - self._looked_at, 2 * self._look_every)
+        self._looked_at = now
+        for rank, (before, still) in self._still.items():
+            turns = self._status.turns(rank)
+            is_still = turns == before and turns > 0 and not self._status.done(rank)
+            self._still[rank] = turns, still + passed if is_still else 0.0
+        return next((rank for rank, (_, still) in self._still.items() if still > self.patience), None)

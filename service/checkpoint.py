@@ -1,10 +1,14 @@
-"""The identity of a process's checkpoint."""
+"""What nodes and gateways compare: the identity of a checkpoint and of a model."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from base.errors import StartupError
-from control.messages import CheckpointIdentity
+from control.messages import CheckpointIdentity, ModelIdentity
 from model.checkpoint import config_digest, read_json, tokenizer_digest
+
+if TYPE_CHECKING:
+    from model.config import ModelSpec
 
 
 def identify(path: Path) -> CheckpointIdentity:
@@ -34,3 +38,17 @@ def positive_int(config: dict[str, object], key: str, path: Path) -> int:
     if not isinstance(value, int) or value < 1:
         raise StartupError(f"{path}/config.json: {key} must be a positive integer, found {value!r}")
     return value
+
+
+def identity_of(spec: "ModelSpec") -> ModelIdentity:
+    """Everything that must be equal on two nodes before KV passes between them."""
+    layout = spec.kv_layout
+    return ModelIdentity(
+        fingerprint=spec.fingerprint,
+        dtype=str(spec.dtype).removeprefix("torch."),
+        kv_format=spec.kv_format.name,
+        num_layers=layout.num_layers,
+        num_index_layers=layout.num_index_layers,
+        item_bytes=layout.item_bytes,
+        index_key_bytes=layout.index_key_bytes,
+    )

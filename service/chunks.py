@@ -1,7 +1,6 @@
-"""Chunks of a response's body on their short way to the transport.
+"""Chunks of a response's body, written to the transport past h11 and the layers of an ASGI application.
 
-h11 knows nothing of these chunks, and need not: how a chunk is framed depends on no other. An event of h11, or a
-message through the layers of an ASGI application, costs as much processor time as making the text of a token.
+An event of h11, or a message through the layers, costs as much processor time as the text of a token.
 """
 
 import asyncio
@@ -13,10 +12,7 @@ LARGE_BYTES = 256 << 10
 
 
 class ChunkTurns:
-    """The writers that were given something in this turn of an event loop, which they write at its end.
-
-    So what is said to one client in one turn is one write: a loop that is behind has fewer of them to do.
-    """
+    """The writers that were given something in this turn of an event loop: at its end, each makes one write."""
 
     def __init__(self) -> None:
         self._writers: list[ChunkWriter] = []
@@ -42,9 +38,9 @@ class ChunkWriter:
         self._transport = transport
         self._turns = turns
         self._waiting = b""
-        """What was given in this turn. In most turns that is one event, which costs nothing to append to no bytes."""
+        """What was given in this turn: in most turns one event."""
         self.open = False
-        """Whether the response has begun, and has chunks. `send` sends those of others, and the end of all."""
+        """Whether the response has begun, and has chunks. ASGI's `send` sends other bodies, and the end of all."""
 
     @property
     def paused(self) -> bool:

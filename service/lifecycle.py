@@ -1,7 +1,8 @@
-"""The phases of a process: serving, draining, ending."""
+"""A process: what it needs before it starts, and its phases: serving, draining, ending."""
 
 import math
 import os
+import resource
 import signal
 import time
 
@@ -13,6 +14,8 @@ log = structlog.get_logger(__name__)
 
 DRAIN_TIMEOUT_S = 30.0
 """Enough for a prompt and an answer of ordinary length; longer answers need more."""
+_OPEN_FILES = 1 << 16
+"""Some systems allow a billion, and code that closes or scans all descriptors would take minutes."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -68,8 +71,21 @@ class Lifecycle:
 def end_on_sigterm_until_served() -> None:
     """Let SIGTERM end a starting process that is process 1 of a container.
 
-    The kernel delivers process 1 no signal that lacks a handler: a pod that loads its model would outlive SIGTERM for
-    its whole grace period. Other processes keep the kernel's default, which does not wait for Python.
+    The kernel delivers process 1 no signal that lacks a handler. Other processes keep the kernel's default, which does
+    not wait for Python.
     """
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
+
+
+def raise_file_limit() -> int:
+    """Raise the soft limit of open files to the hard limit, 65536 at most. Returns the limit in force.
+
+    A process without file descriptors accepts no connection and cannot log why.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return _OPEN_FILES if soft == resource.RLIM_INFINITY else soft

@@ -16,7 +16,6 @@ from base.logs import configure_logging
 from base.version import VERSION
 from control.codec import PROTOCOL_VERSION
 from control.messages import CheckpointIdentity, Role
-from engine.identity import identity_of
 from kernels.attention import AttentionBackend
 from kernels.ops import fp8_unavailable_reason
 from model.config import ModelSpec
@@ -25,7 +24,7 @@ from model.shard import Exchange
 from model.sparse_model import SparseModel
 from ranks.group import RankGroup, Ranks, SingleRank
 from ranks.place import RankPlace
-from service.checkpoint import identify
+from service.checkpoint import identify, identity_of
 from service.config import NodeConfig
 from service.shell import NodeShell
 from service.start import check, claim_transfer_ports, use_device

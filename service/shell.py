@@ -37,8 +37,8 @@ MAX_WAITING = 10_000
 class NodeShell(Generic[Event]):
     """Everything of a node but its loop.
 
-    `inbox` carries control messages with their sender, the node's own events, and None to wake the loop. Stop signals
-    drive `lifecycle` and wake the loop.
+    inbox: control messages with their senders, the node's events, and None to wake the loop. Stop signals change
+    `lifecycle` and wake the loop.
     """
 
     def __init__(self, role: Role, config: NodeConfig) -> None:
@@ -78,8 +78,8 @@ class NodeShell(Generic[Event]):
     ) -> None:
         """Answer status requests and messages from now on. Call on the main thread, which gets the stop signals.
 
-        membership: None for a process that registers nowhere. refresh: updates gauges before a scrape. routers: further
-        routes of the status page. cached: the node's prefix cache, still empty, of which gateways hear.
+        membership: None for a process that registers nowhere. refresh: updates gauges before a scrape. cached: the
+        node's prefix cache, still empty, which is reported to gateways.
         """
         # Modules, weights and tables stay until the end. Collections that look at them again take 0.1 s.
         gc.collect()

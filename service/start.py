@@ -7,8 +7,7 @@ import torch
 
 from base.errors import StartupError
 from control.messages import ADDRESS_PATTERN
-from service.config import NodeConfig
-from service.exposure import check_processes
+from service.config import NodeConfig, check_processes
 from transfer.ports import ClaimedPorts, parse_ports
 from transfer.transports import choose_transports, num_engines
 

@@ -4,9 +4,11 @@ import errno
 import socket
 import threading
 from collections.abc import Callable
+from typing import Literal
 
 from fastapi import APIRouter, FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, Counter
+from typing_extensions import TypedDict
 
 from base.errors import StartupError
 from base.metrics import Metrics
@@ -16,24 +18,51 @@ from service.connection import ConnectionLimits
 from service.http_server import HttpServer
 
 
-def status_router(metrics: Metrics, ready: Callable[[], str | None], refresh: Callable[[], None]) -> APIRouter:
-    """The status routes. `ready` says what is missing, or None; `refresh` updates gauges before a scrape.
+class Health(TypedDict):
+    """The process runs."""
+
+    status: Literal["ok"]
+
+
+class Ready(TypedDict):
+    """Requests can be served."""
+
+    status: Literal["ready"]
+
+
+class NotReady(TypedDict):
+    """Requests cannot be served now."""
+
+    status: Literal["not ready"]
+    reason: str
+
+
+class Version(TypedDict):
+    """The project's version, and that of the protocol between its processes."""
+
+    version: str
+    protocol: int
+
+
+def status_router(
+    metrics: Metrics, not_ready_reason: Callable[[], str | None], refresh: Callable[[], None]
+) -> APIRouter:
+    """The status routes. not_ready_reason: None if ready. refresh: updates gauges before a scrape.
 
     /health never depends on another process.
     """
     router = APIRouter()
 
     @router.get("/health")
-    async def health() -> dict[str, str]:
+    async def health() -> Health:
         return {"status": "ok"}
 
     @router.get("/ready")
-    async def readiness(response: Response) -> dict[str, str]:
-        missing = ready()
-        if missing is None:
+    async def readiness(response: Response) -> Ready | NotReady:
+        if (reason := not_ready_reason()) is None:
             return {"status": "ready"}
         response.status_code = 503
-        return {"status": "not ready", "reason": missing}
+        return {"status": "not ready", "reason": reason}
 
     @router.get("/metrics")
     async def scrape() -> Response:
@@ -41,7 +70,7 @@ def status_router(metrics: Metrics, ready: Callable[[], str | None], refresh: Ca
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/version")
-    async def version() -> dict[str, str | int]:
+    async def version() -> Version:
         return {"version": VERSION, "protocol": PROTOCOL_VERSION}
 
     return router

@@ -29,7 +29,7 @@ class WatchedFiles(Generic[T]):
     def get(self) -> T:
         """The value. Looks at the files at most once a second.
 
-        If a changed file cannot be used, it may be half written: that is logged once, and the value stays as it was.
+        If a changed file cannot be used (it may be half written), that is logged once, and the value stays.
         """
         now = time.monotonic()
         if now - self._looked >= _LOOK_EVERY_S:

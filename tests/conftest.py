@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 import hypothesis
+import pytest
 import structlog
 
 from tests.skips import pytest_runtest_makereport
@@ -17,6 +18,7 @@ from tests.slow import pytest_collection_modifyitems
 
 __all__ = ["pytest_collection_modifyitems", "pytest_runtest_makereport"]
 
+pytest.register_assert_rewrite("tests.e2e.asking", "tests.e2e.chaos_clients")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How long an example takes says nothing on a busy machine.
 hypothesis.settings.register_profile("untimed", deadline=None)

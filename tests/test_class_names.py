@@ -1,34 +1,31 @@
-"""One word, one meaning: a public class name stands for one thing in all packages of the product."""
+"""One word, one meaning: a public name of a class, an alias or a Literal stands for one thing in the whole product."""
 
 import ast
+import re
 from collections import defaultdict
-from pathlib import Path
+from collections.abc import Iterator
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = (
-    "base",
-    "transfer",
-    "control",
-    "kernels",
-    "kvcache",
-    "hisparse",
-    "model",
-    "engine",
-    "ranks",
-    "service",
-    "gateway",
-    "prefill_node",
-    "decode_node",
-    "cli",
-)
+from tests.test_house import ROOT, product
 
 
-def test_no_public_class_name_is_used_for_two_things() -> None:
+def types_of(module: ast.Module) -> Iterator[str]:
+    """Names of classes, and of types that have a name of their own at the module's level."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield node.name
+    for node in module.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        if isinstance(getattr(node, "value", None), ast.Call):
+            continue  # a TypeVar, or an object
+        yield from (name.id for name in targets if isinstance(name, ast.Name) and re.match(r"[A-Z]+[a-z]", name.id))
+
+
+def test_no_public_name_of_a_type_is_used_for_two_things() -> None:
     defined = defaultdict(list)
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    defined[node.name].append(str(path.relative_to(ROOT)))
+    for path in product(".py"):
+        for name in types_of(ast.parse((ROOT / path).read_text())):
+            defined[name].append(str(path))
     assert len(defined) > 100
     assert {name: paths for name, paths in defined.items() if len(paths) > 1} == {}

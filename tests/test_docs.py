@@ -1,4 +1,4 @@
-"""What the pages link to is there, for everyone who clones the repository."""
+"""What the pages link to and name is there, for everyone who clones the repository."""
 
 import re
 import subprocess
@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+DESIGN = ROOT / "docs" / "design.md"
+PAGES = (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md")
 _LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[\w-]*)?\)")
+_CODE = re.compile(r"`([^`\n]+)`")
+_FILE = re.compile(r"(?<![\w./*-])[\w.-]+(?:/[\w.-]+)+\.(?:cuh?|json|md|nft|py|sh|toml|ya?ml)\b")
+_CLASS = re.compile(r"\b[A-Z][a-z]\w*[a-z][A-Z]\w*|\bKV[A-Z]\w+")
+_DEFINED = re.compile(r"^ *class (\w+)|^(\w+)(?:: [^=\n]+)? = ", re.MULTILINE)
 
 
 def tracked_files() -> set[Path]:
@@ -21,3 +27,30 @@ def test_links_lead_to_files_of_the_repository(page: Path) -> None:
     present = files | {parent for file in files for parent in file.parents}
     targets = [(page.parent / link).resolve() for link in _LINK.findall(page.read_text())]
     assert [target for target in targets if target not in present] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_are_in_the_repository(page: Path) -> None:
+    """A test may be named without the folder `tests`."""
+    names = {str(file.relative_to(ROOT)) for file in tracked_files()}
+    names |= {name.removeprefix("tests/") for name in names}
+    named = {name for code in _CODE.findall(page.read_text()) for name in _FILE.findall(code)}
+    assert named - names == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tests_that_a_page_names_are_there(page: Path) -> None:
+    named = re.findall(r"`(?:tests/)?([\w/]+\.py)::(\w+)", page.read_text())
+    assert [test for file, test in named if f"def {test}(" not in (ROOT / "tests" / file).read_text()] == []
+
+
+def test_classes_that_the_design_names_are_defined_in_the_product() -> None:
+    product = [file for file in tracked_files() if file.suffix == ".py" and not _is_tool(file)]
+    defined = {name for file in product for names in _DEFINED.findall(file.read_text()) for name in names}
+    named = {name for code in _CODE.findall(DESIGN.read_text()) for name in _CLASS.findall(code)}
+    assert len(named) > 50
+    assert named - defined == set()
+
+
+def _is_tool(file: Path) -> bool:
+    return file.relative_to(ROOT).parts[0] in ("tests", "benchmarks", "deploy")

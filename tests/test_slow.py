@@ -26,27 +26,18 @@ def test_all_are_slow(number): pass
 """
 
 
+SOME, ALL = (f"test_{word}_are_slow[{{}}]" for word in ("some", "all"))
+
+
 @pytest.mark.parametrize(
     ("marks", "slow", "ran"),
     [
-        ([], "", ["test_quick", "test_some_are_slow[1]"]),
-        (
-            ["-m", "slow"],
-            "short",
-            ["test_all_are_slow[1]", "test_slow", "test_some_are_slow[2]"],
-        ),
-        (
-            ["-m", "slow"],
-            "",
-            [
-                *(f"test_all_are_slow[{n}]" for n in (1, 2, 3)),
-                "test_slow",
-                *(f"test_some_are_slow[{n}]" for n in (2, 3)),
-            ],
-        ),
+        ([], "", ["test_quick", SOME.format(1)]),
+        (["-m", "slow"], "short", [ALL.format(1), "test_slow", SOME.format(2)]),
+        (["-m", "slow"], "", [*map(ALL.format, (1, 2, 3)), "test_slow", *map(SOME.format, (2, 3))]),
     ],
 )
-def test_what_is_marked_slow_runs_when_asked_for_and_short_form_takes_one_of_each(
+def test_slow_tests_run_when_asked_for_and_in_short_one_of_each(
     tmp_path: Path, marks: list[str], slow: str, ran: list[str]
 ) -> None:
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]

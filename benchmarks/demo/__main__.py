@@ -19,8 +19,9 @@ from benchmarks.demo.cost import Cost, cost_table
 from benchmarks.metric_pages import read_metrics
 from benchmarks.passkey import CHECKPOINT
 from benchmarks.passkey.question import KEYS, Question, make_question, sentence
+from benchmarks.serving.services import wait_ready
 from cli.config import ServeConfig
-from cli.serve import free_port, plan, processes, wait_ready
+from cli.serve import free_port, plan, processes
 
 TEXTS = ((1024, 0.9), (2048, 0.5), (4096, 0.1))
 """Tokens, and how deep in the text the pass key lies. A core computes about a thousand tokens a second."""

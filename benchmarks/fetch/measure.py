@@ -18,7 +18,6 @@ from benchmarks.fetch.lender import Lender
 from benchmarks.fetch.link import throttled
 from control.messages import AttemptId, Destination, Peer
 from engine.chunked import ChunkedPrefill, PrefillJob
-from engine.identity import identity_of
 from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.loader import choose_backend, load_model, read_spec
 from model.passes import PrefillChunk
@@ -27,8 +26,9 @@ from model.tiny import write_tiny_checkpoint
 from prefill_node.arrival import AwaitedPrefixes, PrefixArrival, arrives_in_time
 from prefill_node.costs import ComputeCost, FetchCosts
 from prefill_node.fetch import Fetch, RunningFetch
-from prefill_node.landing import HostSink
 from prefill_node.orders import BlockToRead, LayersRead
+from prefill_node.pool_io import HostSink
+from service.checkpoint import identity_of
 from transfer.choices import TransferProtocol, Transport
 from transfer.planner import Int64s
 from transfer.reader import Reader
@@ -105,14 +105,14 @@ class Node:
 
     def compute(self, tokens: int, said: Callable[[Pass], None]) -> list[Pass]:
         """Compute a random prompt, chunk by chunk."""
-        prefill: ChunkedPrefill[PrefillJob] = ChunkedPrefill(self.model, self.pool, self.chunk_size)
+        prefill: ChunkedPrefill[PrefillJob] = ChunkedPrefill(self.pool, self.chunk_size)
         prefill.add(job := PrefillJob(self._ids[:tokens]))
         prefill.start_waiting()
         passes = []
         while (step := prefill.plan()) is not None:
             [(_, chunk)] = step.chunks
             started = time.perf_counter()
-            prefill.compute(step)
+            step.compute(self.model)
             passes.append(Pass(chunk.start, chunk.stop, time.perf_counter() - started))
             prefill.complete(step)
             said(passes[-1])

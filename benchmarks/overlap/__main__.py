@@ -24,8 +24,9 @@ from benchmarks.machine import this_machine
 from benchmarks.overlap.node import LONG_GAP_US, Record
 from benchmarks.program import run
 from benchmarks.serving.client import Client, Endpoint, Outcome
+from benchmarks.serving.services import wait_ready
 from benchmarks.serving.workload import RandomPrompts
-from cli.serve import Child, die_with_parent, free_port, processes, terminate, wait_ready
+from cli.serve import Child, die_with_parent, free_port, processes, terminate
 from model.families import ShapeName, published_config
 from model.tiny import write_tiny_checkpoint, write_without_weights
 

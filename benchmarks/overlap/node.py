@@ -24,9 +24,8 @@ from decode_node import process
 from decode_node.node import DecodeNode
 from decode_node.scheduler import Scheduler
 from engine.adjustments import Ban
-from engine.batch import Batch
 from engine.device import Download
-from engine.runner import LaunchedStep, ModelRunner
+from engine.runner import Batch, LaunchedStep, ModelRunner
 from engine.sampling import NoToken, tokens_of
 
 STEADY_TURNS = 20

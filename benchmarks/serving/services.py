@@ -3,7 +3,9 @@
 import json
 import os
 import ssl
+import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,7 +18,7 @@ from base.errors import StartupError
 from benchmarks.passkey import CHECKPOINT, CONTEXT_LENGTH
 from benchmarks.serving.client import Endpoint, error_message
 from benchmarks.serving.config import ServingBench
-from cli.serve import Child, free_port, processes, wait_ready
+from cli.serve import Child, free_port, is_ready, processes
 
 _READY_S = 600.0
 _ANSWER_S = 30.0
@@ -182,3 +184,15 @@ def _reason(log: str) -> str:
     lines = [line for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error:")]
     return (errors or lines or ["it said nothing"])[0 if errors else -1]
+
+
+def wait_ready(base_url: str, children: Mapping[str, "subprocess.Popen[bytes]"], timeout: float) -> None:
+    """Wait until the gateway can serve. Raises StartupError if a process ends first, or on timeout."""
+    deadline = time.monotonic() + timeout
+    while not is_ready(base_url):
+        for name, child in children.items():
+            if child.poll() is not None:
+                raise StartupError(f"{name} ended with code {child.returncode} before the service was ready")
+        if time.monotonic() > deadline:
+            raise StartupError(f"the service at {base_url} was not ready within {timeout:.0f} s")
+        time.sleep(0.1)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.program import run
-from service.descriptors import raise_file_limit
+from service.lifecycle import raise_file_limit
 
 MODEL = "stub"
 Json = dict[str, Any]

@@ -33,6 +33,7 @@ from kernels.operands import IndexQueries, PagedKeys
 from kvcache.paged_pool import PagedKVPool
 from model.config import ModelSpec
 from model.loader import choose_backend, load_model, read_spec, resolve_dtype
+from model.sparse_model import SparseModel
 
 _PAGE = 64
 _CHUNK = 2048
@@ -71,8 +72,8 @@ def record(
     model = load_model(checkpoint, dtype, device, None, backend)
     coordinator = _tiers(spec, len(prompt_ids) + steps, device)
     pool = PagedKVPool(spec.kv_layout, -(-len(prompt_ids) // _PAGE), _PAGE, device)
-    prefill: ChunkedPrefill[PrefillJob] = ChunkedPrefill(model, pool, _CHUNK)
-    _prefill(prefill, coordinator, prompt_ids[:-1])
+    prefill: ChunkedPrefill[PrefillJob] = ChunkedPrefill(pool, _CHUNK)
+    _prefill(model, prefill, coordinator, prompt_ids[:-1])
     runner = ModelRunner(model, coordinator, 1, spec.context_length, record=False)
     runner.admit(_REQUEST, prompt_ids, [], sampling)
     for uniform in np.random.default_rng(sampling.seed).random(steps):
@@ -101,13 +102,18 @@ def _tiers(spec: ModelSpec, tokens: int, device: torch.device) -> HiSparseCoordi
     return build_tiers(sizes, device)
 
 
-def _prefill(prefill: ChunkedPrefill[PrefillJob], coordinator: HiSparseCoordinator, token_ids: list[int]) -> None:
+def _prefill(
+    model: SparseModel,
+    prefill: ChunkedPrefill[PrefillJob],
+    coordinator: HiSparseCoordinator,
+    token_ids: list[int],
+) -> None:
     """Compute the KV of these tokens and admit a request that has it."""
     job = PrefillJob(torch.tensor(token_ids))
     prefill.add(job)
     prefill.start_waiting()
     while step := prefill.plan():
-        prefill.compute(step)
+        step.compute(model)
         prefill.complete(step)
     slots = coordinator.host.allocate(len(token_ids))
     assert slots is not None
@@ -115,7 +121,7 @@ def _prefill(prefill: ChunkedPrefill[PrefillJob], coordinator: HiSparseCoordinat
         pool = prefill.pool
         staged = StagedKV(list(pool.kv), list(pool.index_keys), job.cache.rows(0, len(token_ids)), lambda: None)
         coordinator.admit_request_into_staging(_REQUEST, slots, staged, len(token_ids))
-        while not coordinator.poll_staging().landed:
+        while not coordinator.staging.poll().landed:
             pass
     coordinator.admit_request_direct(_REQUEST, slots, len(token_ids))
 

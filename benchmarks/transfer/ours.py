@@ -18,13 +18,11 @@ from benchmarks.transfer.pools import buffers_of, layout
 from control.messages import AttemptId, Destination, ModelIdentity, Peer
 from kvcache.host_pool import HostKVPool
 from kvcache.paged_pool import PagedKVPool
+from prefill_node.compute import ForwardProgress
 from prefill_node.orders import BlockToSend, TransferReport
-from prefill_node.outgoing import Chunk
 from prefill_node.plan import ChunkPart
-from prefill_node.progress import ForwardProgress
-from prefill_node.ring import SendBuffer, SendRings
-from prefill_node.sender import Sender, SendResources
-from prefill_node.source import HostSource, Reading
+from prefill_node.pool_io import HostSource, Reading, SendBuffer, SendRings
+from prefill_node.sender import Chunk, Sender
 from transfer.choices import ChecksumMode, Transport
 from transfer.copy_runs import stream_runs
 from transfer.engine import KVTransferEngine
@@ -168,8 +166,7 @@ class _Timed:
 
     def __init__(self, reading: Reading, rings: SendRings, connect: Callable[[Destination], Channel]) -> None:
         self._reports: queue.SimpleQueue[TransferReport] = queue.SimpleQueue()
-        resources = SendResources(reading=reading, rings=rings, connect=connect, silence=lambda _: 0.0)
-        self._sender = Sender(resources)
+        self._sender = Sender(reading, rings, connect, silence=lambda _: 0.0)
 
     def send(self, chunks: Sequence[Chunk]) -> tuple[float, list[TransferReport]]:
         """Seconds from the first submission to the last report, and the reports. Raises MethodFailed."""

@@ -17,11 +17,11 @@ from decode_node.pools import destination_of
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import Request, RequestState
 from decode_node.verifier import Task, Verification, Verifier
-from engine.identity import identity_of
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.sizing import plan_sizes
 from hisparse.tiers import build_tiers
+from service.checkpoint import identity_of
 from transfer.transports import Transports
 
 _PLENTY = 1 << 40

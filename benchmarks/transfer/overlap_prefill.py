@@ -15,23 +15,17 @@ from benchmarks.transfer.overlap_model import SleepingModel, spec
 from benchmarks.transfer.pools import fill
 from control.messages import Message, Peer
 from engine.chunked import ChunkedPrefill
-from engine.identity import identity_of
 from kvcache.paged_pool import PagedKVPool
 from model.sparse_model import SparseModel
 from prefill_node.attempt import HeldAttempt
 from prefill_node.endpoint import PrefillEndpoint
-from prefill_node.fetcher import FetchResources
-from prefill_node.gathering import PrefixGather
-from prefill_node.landing import HostSink
 from prefill_node.offer import Offer
-from prefill_node.orders import Order, Report
+from prefill_node.orders import OF_FIRST
 from prefill_node.planner import PrefillPlanner
-from prefill_node.ring import SendRings
-from prefill_node.sender import SendResources
-from prefill_node.source import HostSource, Reading
 from prefill_node.worker import PrefillWorker
-from ranks.executor import Executor, Reports
+from ranks.executor import Executor
 from ranks.group import SingleRank
+from service.checkpoint import identity_of
 from service.config import NodeConfig
 from service.shell import NodeShell
 from transfer.choices import ChecksumMode
@@ -65,31 +59,20 @@ def prefill_side(
         transports.register(pool.get_contiguous_buf_infos())
         at_end.callback(transports.unregister, pool.get_contiguous_buf_infos())
         model = SleepingModel()
-        prefill: ChunkedPrefill[HeldAttempt] = ChunkedPrefill(cast(SparseModel, model), pool, CHUNK_TOKENS)
+        prefill: ChunkedPrefill[HeldAttempt] = ChunkedPrefill(pool, CHUNK_TOKENS)
         shape = spec(tokens)
-        layers = [*pool.kv, *pool.index_keys]
         ranks = SingleRank(_CPU)
-        reports: Reports[Report] = Reports(lambda: shell.inbox.put(None))
-        worker = PrefillWorker(
+        new_worker = partial(
+            PrefillWorker,
             cast(SparseModel, model),
             pool,
-            SendResources(
-                reading=Reading(HostSource(layers), pool.layout.layer_of_buffer, PAGE_SIZE, checksums),
-                rings=SendRings(pin=False, register=transports.register),
-                connect=transports.connect,
-                silence=shell.control.silence,
-            ),
-            FetchResources(
-                connect=transports.connect_to_read,
-                silence=shell.control.silence,
-                new_sink=lambda: HostSink(layers),
-                page_size=PAGE_SIZE,
-            ),
-            PrefixGather(pool, 0, ranks.connect().gather),
+            transports,
+            shell.control.silence,
+            checksums,
+            ranks.connect().gather,
             ranks,
-            partial(reports.add, 0),
         )
-        executor: Executor[Order, Report] = Executor(ranks, worker, [], reports)
+        executor = Executor(ranks, new_worker, OF_FIRST, partial(shell.inbox.put, None))
         at_end.callback(executor.close, timeout=_TIMEOUT_S)
         offer = Offer(identity_of(shape), transports.offered, max_tokens=tokens, vocab_size=shape.vocab_size)
         planner = PrefillPlanner(prefill, executor, offer, shell.metrics, _TIMEOUT_S, "never")

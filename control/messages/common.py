@@ -1,4 +1,4 @@
-"""What messages of every kind are made of."""
+"""Parts of every conversation: roles, peers, identities, pings."""
 
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -14,18 +14,26 @@ CacheSalt = Annotated[str, Field(max_length=128)]
 TokenIds = Annotated[tuple[TokenId, ...], Field(max_length=2**24)]
 
 
+GATEWAY: frozenset[Role] = frozenset({"gateway"})
+PREFILL: frozenset[Role] = frozenset({"prefill"})
+DECODE: frozenset[Role] = frozenset({"decode"})
+NODES = PREFILL | DECODE
+ANYONE = GATEWAY | NODES
+
+
 class Message(WireModel):
-    """Base of all kinds. The class name is the kind on the wire."""
+    """Base of all kinds. The class name is the kind on the wire. sent_by: from other roles, the kind is malformed."""
 
     kinds: ClassVar[dict[str, type["Message"]]] = {}
+    sent_by: ClassVar[frozenset[Role]]
 
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: object) -> None:
+    def __init_subclass__(cls, sent_by: frozenset[Role]) -> None:
+        cls.sent_by = sent_by
         Message.kinds[cls.__name__] = cls
 
 
 class Peer(WireModel):
-    """A process on the control plane: HOST:PORT of its mailbox, and an id that each start draws anew. Stable."""
+    """A process on the control plane: HOST:PORT of its mailbox, and an id that each start draws. Stable."""
 
     role: Role
     address: Address
@@ -70,3 +78,15 @@ class CheckpointIdentity(Identity):
     vocab_size: UInt
     config: Annotated[str, Field(max_length=128)]
     tokenizer: Annotated[str, Field(max_length=128)] = ""
+
+
+class Ping(Message, sent_by=ANYONE):
+    """Asks whether this process is alive. Its control thread answers, however busy the process is. Stable."""
+
+    nonce: UInt
+
+
+class Pong(Message, sent_by=ANYONE):
+    """The process lived after the ping with this nonce was sent; the sender says which boot it is. Stable."""
+
+    nonce: UInt

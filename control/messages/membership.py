@@ -7,17 +7,12 @@ from pydantic import AfterValidator, Field
 
 from base.block_hashes import BlockHashes
 from base.wire import Identifier, UInt
-from control.messages.common import Address, CheckpointIdentity, Message, ModelIdentity, Peer, Ranks
+from control.messages.common import GATEWAY, NODES, Address, CheckpointIdentity, Message, ModelIdentity, Peer, Ranks
 from transfer.choices import Transport
 
 
-class Register(Message):
-    """Node to gateway, at start and whenever the gateway does not know it. Registered or Refused answers it.
-
-    via: where the node was told to find the gateway, which may name itself otherwise; stable. max_request_tokens: the
-    longest prompt (prefill), or prompt and output (decode). local_prefill: whether a decode node computes prompts.
-    ranks: the other processes of a prefill node that has several; they write to slots that are named to the node.
-    """
+class Register(Message, sent_by=NODES):
+    """Node to gateway, at start and whenever the gateway does not know it. Registered or Refused answers it."""
 
     via: Address
     role: Literal["prefill", "decode"]
@@ -30,24 +25,21 @@ class Register(Message):
     ranks: Ranks = ()
 
 
-class Registered(Message):
+class Registered(Message, sent_by=GATEWAY):
     """Gateway to node: it may take requests. In another wire version it counts as a refusal. Stable."""
 
     via: Address
 
 
-class Refused(Message):
+class Refused(Message, sent_by=GATEWAY):
     """Gateway to node: it may not join. The reason names both values. Stable."""
 
     via: Address
     reason: str
 
 
-class Heartbeat(Message):
-    """Node to gateway, every second. HeartbeatAck answers it, or Refused from another wire version. via: stable.
-
-    queued_tokens: prompt tokens that wait (prefill), or KV tokens that requests hold or may come to hold (decode).
-    """
+class Heartbeat(Message, sent_by=NODES):
+    """Node to gateway, every second. HeartbeatAck answers it, or Refused from another wire version. via: stable."""
 
     via: Address
     ready: bool
@@ -55,13 +47,8 @@ class Heartbeat(Message):
     running_requests: UInt = 0
 
 
-class HeartbeatAck(Message):
-    """Gateway to node. A node that is not `known` registers again.
-
-    prefill_nodes: the least loaded first. longest_prompts, prefill_ranks: see Generate. leaving: boot ids of prefill
-    nodes. cache_serial: of the last CacheUpdate of this boot before which none is missing, 0 if there is none; None if
-    the gateway wants none.
-    """
+class HeartbeatAck(Message, sent_by=GATEWAY):
+    """Gateway to node. A node that is not `known` registers again."""
 
     via: Address
     known: bool
@@ -72,7 +59,7 @@ class HeartbeatAck(Message):
     cache_serial: UInt | None = None
 
 
-class Leaving(Message):
+class Leaving(Message, sent_by=NODES):
     """Node to gateway: it stops and takes no more requests."""
 
 
@@ -90,13 +77,8 @@ HashColumn = Annotated[bytes, Field(max_length=8 * MAX_CACHE_BLOCKS), AfterValid
 """Hashes of blocks (`base.block_hashes`), 8 bytes each, little-endian."""
 
 
-class CacheUpdate(Message):
-    """Node to gateway: what changed in the node's prefix cache. Sent once; `HeartbeatAck.cache_serial` shows a loss.
-
-    serial: 1 for the first update of a boot, one more for each further one. gained, lost: blocks, the ones that were
-    used last first; lost ones left before the gained ones came. whole: `gained` is all that the node has, or the part
-    of it that was used last.
-    """
+class CacheUpdate(Message, sent_by=NODES):
+    """Node to gateway: what changed in the prefix cache. Sent once; `HeartbeatAck.cache_serial` shows a loss."""
 
     serial: Annotated[int, Field(ge=1, lt=2**63)]
     gained: HashColumn = b""

@@ -1,18 +1,18 @@
 """From decode nodes to gateways: new tokens.
 
-A step gives hundreds of requests a token each, and a gateway does little but read such messages. So they are columns,
-which are checked as a whole: to check a model for each request and each token takes twenty times as long.
+A step gives hundreds of requests a token each. So messages are columns, which are validated as a whole: a model for
+each request and token takes twenty times as long.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import model_validator
 
 from base.wire import Identifier, UInt, WireModel
-from control.messages.common import Message, TokenId
+from control.messages.common import DECODE, Message, TokenId
 from control.prompt_logprobs import PromptLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error", "invalid"]
@@ -47,6 +47,7 @@ class Output(NamedTuple):
 
 
 _NO_LOGPROBS = Token(0)[1:]
+_DETAILS = Output._fields[3:]
 _NO_DETAILS = Output("", 0)[3:]
 
 
@@ -58,9 +59,9 @@ class RowLogprob(WireModel):
 
 
 class RowDetails(WireModel):
-    """What an output has beside its tokens' ids: few have anything. Fields are as in Output.
+    """What a few outputs have in addition to token ids. Fields are as in Output.
 
-    row: which output of the message. logprobs: of each token, or empty if none were asked for.
+    row: index of the output in the message. logprobs: of each token, or empty.
     """
 
     row: UInt
@@ -72,45 +73,29 @@ class RowDetails(WireModel):
 
     @classmethod
     def of(cls, row: int, output: Output) -> Self | None:
-        """None if the output has nothing else."""
+        """None if the output has only token ids."""
         has_logprobs = any(token[1:] != _NO_LOGPROBS for token in output.tokens)
         if not has_logprobs and output[3:] == _NO_DETAILS:
             return None
         logprobs = [RowLogprob(logprob=token.logprob, top_logprobs=token.top_logprobs) for token in output.tokens]
-        return cls(
-            row=row,
-            finish_reason=output.finish_reason,
-            error=output.error,
-            cached_tokens=output.cached_tokens,
-            logprobs=tuple(logprobs) if has_logprobs else (),
-            prompt_logprobs=output.prompt_logprobs,
-        )
+        others: dict[str, Any] = dict(zip(_DETAILS, output[3:], strict=True))
+        return cls(row=row, logprobs=tuple(logprobs) if has_logprobs else (), **others)
 
     def added_to(self, output: Output) -> Output:
-        """The whole output."""
         tokens = output.tokens
         if self.logprobs:
             tokens = tuple(
                 Token(token.token_id, more.logprob, more.top_logprobs)
                 for token, more in zip(tokens, self.logprobs, strict=True)
             )
-        return Output(
-            output.request_id,
-            output.start,
-            tokens,
-            self.finish_reason,
-            self.error,
-            self.cached_tokens,
-            self.prompt_logprobs,
-        )
+        return output._replace(tokens=tokens, **{name: getattr(self, name) for name in _DETAILS})
 
 
-class Outputs(Message):
+class Outputs(Message, sent_by=DECODE):
     """Decode node to gateway: new tokens of its requests. One that ends a request is repeated until Ended.
 
-    starts, counts: for each request, the index of its first token and the number of its tokens. token_ids: those of all
-    requests, one request after the other. All three are int32, little-endian, and not negative. details: by row, in
-    order, each row at most once.
+    starts, counts: of each request's tokens. token_ids: of all requests, one after the other. All three are int32,
+    little-endian, and not negative. details: by row, in order, each row at most once.
     """
 
     request_ids: tuple[Identifier, ...]
@@ -142,7 +127,7 @@ class Outputs(Message):
         before = -1
         for details in self.details:
             if not before < details.row < len(counts):
-                raise ValueError(f"details of row {details.row} behind row {before}, of {len(counts)} rows")
+                raise ValueError(f"details of row {details.row} after row {before}, of {len(counts)} rows")
             if details.logprobs and len(details.logprobs) != counts[details.row]:
                 raise ValueError(f"{len(details.logprobs)} log probabilities of {counts[details.row]} tokens")
             before = details.row

@@ -1,4 +1,4 @@
-"""Between decode nodes and prefill nodes: attempts to prefill a request."""
+"""Between decode nodes and prefill nodes: attempts to prefill a request, and prefixes read from decode nodes."""
 
 from typing import Annotated, Any, NamedTuple, Self
 
@@ -6,10 +6,9 @@ from pydantic import Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
 
 from base.wire import Identifier, UInt
-from control.messages.common import MAX_RANKS, CacheSalt, Message, TokenId, TokenIds
-from control.messages.destination import Destination
+from control.messages.common import DECODE, MAX_RANKS, PREFILL, CacheSalt, Message, ModelIdentity, TokenId, TokenIds
 from control.prompt_logprobs import Alternatives, PromptLogprobs
-from transfer.memory import Checksums
+from transfer.memory import Checksums, RemotePool
 
 
 class AttemptId(NamedTuple):
@@ -31,15 +30,16 @@ class AttemptId(NamedTuple):
         return {"request_id": self.request_id, "epoch": self.epoch}
 
 
-class PrefillRequest(Message):
+class Destination(RemotePool):
+    """A decode node's pool. identity: what its KV has to be."""
+
+    identity: ModelIdentity
+
+
+class PrefillRequest(Message, sent_by=DECODE):
     """Decode node to prefill node: compute these tokens and write their KV, from position `start` on, to these slots.
 
-    token_ids: all tokens of the sequence but the last, which the decode node computes. start: the decode node has the
-    KV of the positions before it. extents: (start, length) runs of slots in the order of positions, for `start` and
-    those behind it. hisparse: whether the slots are in host memory. cache_salt: requests with different ones share no
-    cached KV. prompt_logprobs: as in Generate; then last_token_id is the token that `token_ids` leaves out, and every
-    token is computed, whatever is cached. ranks: boot ids of the node's other ranks, for which the slots are reserved,
-    too: no others may write. Repeated until PrefillAccepted.
+    Repeated until PrefillAccepted.
     """
 
     attempt: AttemptId
@@ -74,18 +74,16 @@ class PrefillRequest(Message):
         return self
 
 
-class PrefillAccepted(Message):
+class PrefillAccepted(Message, sent_by=PREFILL):
     """Prefill node to decode node: it has the request, or had it before."""
 
     attempt: AttemptId
 
 
-class ChunkDone(Message):
+class ChunkDone(Message, sent_by=PREFILL):
     """Prefill node to decode node: every write of a chunk before the last was confirmed. Repeated until ChunkTaken.
 
-    Only chunks with checksums have one, which the decode node verifies while later chunks compute, and those that were
-    asked for log probabilities. number: counts these messages of the attempt from 0, in the order in which their chunks
-    landed. prompt_logprobs: those that no message before it has, of this chunk and of others.
+    Only chunks with checksums or log probabilities have one.
     """
 
     attempt: AttemptId
@@ -94,21 +92,15 @@ class ChunkDone(Message):
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
-class ChunkTaken(Message):
+class ChunkTaken(Message, sent_by=DECODE):
     """Decode node to prefill node: that ChunkDone has arrived. Its checksums may not be verified yet."""
 
     attempt: AttemptId
     number: UInt
 
 
-class PrefillDone(Message):
-    """Prefill node to decode node: every write was confirmed, and nothing is in flight. Repeated until Admitted.
-
-    chunks: how many ChunkDone the attempt has; they may come later. checksums, prompt_logprobs: the rest.
-    transfer_seconds: how long something of it was being written, without waits for layers or for a lease. lingering: a
-    write was cut and posted again; the second copy has landed, and the first may still land, with the same bytes at the
-    same place. cached_tokens: those whose KV the node had and did not compute.
-    """
+class PrefillDone(Message, sent_by=PREFILL):
+    """Prefill node to decode node: every write was confirmed, and nothing is in flight. Repeated until Admitted."""
 
     attempt: AttemptId
     num_tokens: UInt
@@ -122,12 +114,10 @@ class PrefillDone(Message):
     cached_tokens: UInt = 0
 
 
-class PrefillFailed(Message):
+class PrefillFailed(Message, sent_by=PREFILL):
     """Prefill node to decode node: the attempt will not be completed here.
 
-    in_flight: posted writes have not all ended; then it is repeated until Abort, and Quiesced follows when they have.
-    Otherwise it says as much as Quiesced. lingering: as in Quiesced. leaving: the node is about to stop and takes no
-    other request. refused: the node cannot do what was asked for, which is no sign that something is wrong with it.
+    With `in_flight` it is repeated until Abort, and Quiesced follows. Otherwise it implies Quiesced.
     """
 
     attempt: AttemptId
@@ -138,46 +128,82 @@ class PrefillFailed(Message):
     refused: bool = False
 
 
-class Admitted(Message):
+class Admitted(Message, sent_by=DECODE):
     """Decode node to prefill node: the KV is here and verified, or not wanted any more. Its source pages may go."""
 
     attempt: AttemptId
 
 
-class Abort(Message):
+class Abort(Message, sent_by=DECODE):
     """Decode node to prefill node: stop writing. Repeated until Quiesced."""
 
     attempt: AttemptId
 
 
-class Quiesced(Message):
-    """Prefill node to decode node: no write of this attempt is in flight, and none will follow.
-
-    lingering: a write failed without an answer, and what the network holds of it may still land.
-    """
+class Quiesced(Message, sent_by=PREFILL):
+    """Prefill node to decode node: no write of this attempt is in flight, and none will follow."""
 
     attempt: AttemptId
     lingering: bool = False
 
 
-class Holding(Message):
+class Holding(Message, sent_by=DECODE):
     """Decode node to prefill node: how far are these attempts? Answered by Progress, and NotHeld or Quiesced."""
 
     attempts: tuple[AttemptId, ...] = ()
 
 
-class Progress(Message):
-    """Prefill node to decode node: how far it is with the attempts that it was asked about and holds.
-
-    computed: the number of computed tokens of each. current_pass: the number of the forward pass that is under way,
-    whatever it computes; None if none is.
-    """
+class Progress(Message, sent_by=PREFILL):
+    """Prefill node to decode node: how far it is with the attempts that it was asked about and holds."""
 
     computed: tuple[tuple[AttemptId, UInt], ...] = ()
     current_pass: UInt | None = None
 
 
-class NotHeld(Message):
+class NotHeld(Message, sent_by=PREFILL):
     """Prefill node to decode node: of these attempts nothing is in flight here. As good as Quiesced."""
 
     attempts: tuple[AttemptId, ...] = ()
+
+
+class FetchRequest(Message, sent_by=PREFILL):
+    """Prefill node to decode node: let me read positions [start, stop), which lie before `PrefillRequest.start`.
+
+    Repeated until FetchGrant or FetchRefused, or until the node does not want it any more.
+    """
+
+    attempt: AttemptId
+    start: UInt
+    stop: UInt
+
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> Self:
+        if self.start >= self.stop:
+            raise ValueError(f"nothing to read in [{self.start}, {self.stop})")
+        return self
+
+
+class FetchGrant(Message, sent_by=DECODE):
+    """Decode node to prefill node: positions [start, stop) are here, and stay until the node has said FetchDone."""
+
+    attempt: AttemptId
+    start: UInt
+    stop: UInt
+    extents: tuple[tuple[UInt, UInt], ...]
+    checksums: Checksums
+
+
+class FetchRefused(Message, sent_by=DECODE):
+    """Decode node to prefill node: these positions may not be read, so they have to be computed."""
+
+    attempt: AttemptId
+    reason: str
+
+
+class FetchDone(Message, sent_by=PREFILL):
+    """Prefill node to decode node: no read of this attempt is in flight, and none will follow. Sent once.
+
+    Whatever says that no write is in flight says the same of reads.
+    """
+
+    attempt: AttemptId

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field
 
 from base.wire import Identifier, UInt, WireModel
 from control.grammar import Grammar
-from control.messages.common import CacheSalt, Message, Peer, Ranks, TokenId, TokenIds
+from control.messages.common import DECODE, GATEWAY, CacheSalt, Message, Peer, Ranks, TokenId, TokenIds
 from control.prompt_logprobs import Alternatives
 
 MAX_BIASES = 1024
@@ -36,15 +36,9 @@ def _few_tokens(words: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ..
 
 
 class Sampling(WireModel):
-    """How the next token is drawn. `top_logprobs` None: no log probabilities; 0: the chosen token's only.
+    """How the next token is drawn.
 
-    min_p: tokens less likely than so much of the likeliest one are not drawn. Penalties are as in vLLM: frequency and
-    presence count generated tokens, repetition those of the prompt, too. logit_bias: what is added to logits, by token.
-    allowed_token_ids: None allows all. bad_words: sequences of tokens of which the last is not drawn behind the others.
-    min_tokens: the first so many tokens are none of `Generate.stop_token_ids`.
-
-    The bounds keep changed logits finite, and what one request adds to a decode step small. A gateway checks its
-    clients' values against the same bounds.
+    The bounds keep changed logits finite, and the work of one request in a decode step small. Gateways use them, too.
     """
 
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
@@ -69,18 +63,8 @@ class FurtherChoice(WireModel):
     seed: UInt
 
 
-class Generate(Message):
-    """Gateway to decode node: take these requests. Repeated until Accepted, Rejected or Outputs answers each of them.
-
-    further: other answers to the same prompt, as requests of their own. They share all fields but their ids and seeds,
-    so that a prompt and its settings travel, and are validated, once however many answers are asked for.
-    prefill_nodes: in order of preference. longest_prompts: the most tokens that each takes, by its boot id.
-    prefill_ranks: by boot id, the other ranks of those that have some. priority: a request with a lower one goes first,
-    then that which came first. grammar: what the answer has to look like. cache_salt: requests with different ones
-    share no cached KV. group: requests of one group have the same prompt, whose KV is prefilled once if they are at one
-    node together. prompt_logprobs: log probabilities of the prompt's tokens are asked for, with so many alternatives
-    each; they take a prompt that is computed whole, whatever is cached.
-    """
+class Generate(Message, sent_by=GATEWAY):
+    """Gateway to decode node: take these requests. Repeated until Accepted, Rejected or Outputs answers each."""
 
     request_id: Identifier
     prompt_ids: Annotated[TokenIds, Field(min_length=1)]
@@ -111,10 +95,7 @@ class Generate(Message):
         return np.frombuffer(self.packed_prompt, dtype=np.int32)
 
     def each(self) -> Iterator["Generate"]:
-        """One message for each request. They share the prompt, packed too, and the settings.
-
-        The log probabilities of the prompt are those of the first.
-        """
+        """One message for each request, with the prompt and the settings shared. The first has `prompt_logprobs`."""
         _ = self.packed_prompt
         yield self.model_copy(update={"further": ()})
         for choice in self.further:
@@ -123,13 +104,13 @@ class Generate(Message):
             yield self.model_copy(update=own)
 
 
-class Accepted(Message):
+class Accepted(Message, sent_by=DECODE):
     """Decode node to gateway: it has the request."""
 
     request_id: Identifier
 
 
-class Rejected(Message):
+class Rejected(Message, sent_by=DECODE):
     """Decode node to gateway: it has not taken the request. retry_after: seconds."""
 
     request_id: Identifier
@@ -138,13 +119,13 @@ class Rejected(Message):
     retry_after: Annotated[float, Field(ge=0)] = 0.0
 
 
-class Ended(Message):
+class Ended(Message, sent_by=GATEWAY):
     """Gateway to decode node: the Output with a finish reason has arrived, and all tokens before it."""
 
     request_id: Identifier
 
 
-class Resend(Message):
+class Resend(Message, sent_by=GATEWAY):
     """Gateway to decode node: send the tokens from index `start` on again. Repeated until the gap is closed.
 
     With `start` 0 the log probabilities of the prompt come again, too.
@@ -154,7 +135,7 @@ class Resend(Message):
     start: UInt
 
 
-class Cancel(Message):
+class Cancel(Message, sent_by=GATEWAY):
     """Gateway to decode node: the client left. Repeated until an Output with a finish reason answers it."""
 
     request_id: Identifier

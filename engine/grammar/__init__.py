@@ -1,7 +1,7 @@
 """Grammars: which tokens may come next, so that what a request generates has the form that its client asked for.
 
     Vocabulary       the checkpoint's tokens as bytes
-    GrammarCompiler  compiles `control.grammar.Grammar` on threads, once it was proved harmless in a process of its own
+    GrammarCompiler  compiles `control.grammar.Grammar` on threads, after a proof of harmlessness in another process
     CompiledGrammar  what requests with the same grammar share
     GrammarState     where one request is in its grammar
     MaskWriter       the masks of a step's requests, for the sampler
@@ -21,5 +21,5 @@ xgrammar knows the tool formats of DeepSeek and GLM; here chat formats write the
 
 **Why proofs.** llguidance bounds the fuel of its lexer and parser, their states and the size of a grammar. It does not
 bound everything: a chain of 20,000 rules overflows its stack, which ends the process, and whether the intersection of
-17 patterns is empty takes it longer than anyone waits. So `prover.py` tries each grammar first.
+17 patterns is empty takes it longer than anyone waits. So `proofs.py` tries each grammar first.
 """

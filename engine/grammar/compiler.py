@@ -2,8 +2,8 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from queue import Empty, Full, Queue
@@ -12,7 +12,7 @@ import structlog
 
 from control.grammar import Grammar
 from engine.grammar.errors import CompilerBusy, GrammarError
-from engine.grammar.proving import Prover, ProverStopped, TooSlow
+from engine.grammar.prover import Prover, ProverStopped, TooSlow
 from engine.grammar.state import CompiledGrammar
 from engine.grammar.vocabulary import Vocabulary
 
@@ -46,13 +46,22 @@ class _Job:
     future: "Future[CompiledGrammar]"
 
 
+@dataclass(frozen=True, eq=False)
+class _Lane:
+    """Threads that take jobs from one queue. seconds: of processor time for a grammar. nice: of their processes."""
+
+    jobs: "Queue[_Job | None]"
+    seconds: float
+    threads: int
+    nice: int
+
+
 class GrammarCompiler:
     """Turns grammars into compiled ones, or into a GrammarError. Any thread may use it.
 
-    Each of its threads has a `Prover`, a process that tries the grammar first and that is killed if it takes too long.
-    There are two lanes: what the quick one does not finish in its short time begins anew in the slow one, which has one
-    thread. So hostile grammars wait for each other, and others wait for them `quick_seconds` at most, each time one is
-    before them. Equal grammars are compiled once.
+    Each of its threads has a `Prover`, a process that tries the grammar first and is killed if it takes too long. What
+    the quick lane does not finish in its time starts again in the slow lane, which has one thread. So a hostile grammar
+    delays others by `quick_seconds` at most. Equal grammars are compiled once.
     """
 
     def __init__(self, vocabulary: Vocabulary, limits: CompilerLimits | None = None) -> None:
@@ -64,13 +73,16 @@ class GrammarCompiler:
         self._cached_bytes = 0
         self._under_way: dict[bytes, Future[CompiledGrammar]] = {}
         self._closed = False
-        self._quick: Queue[_Job | None] = Queue(self._limits.waiting)
-        self._slow: Queue[_Job | None] = Queue(self._limits.waiting)
-        self._provers: list[Prover] = []
-        self._threads: list[threading.Thread] = []
-        for number in range(self._limits.threads):
-            self._add_thread(f"grammar-{number}", self._quick, self._limits.quick_seconds, self._to_slow_lane)
-        self._add_thread("grammar-slow", self._slow, self._limits.seconds, self._refuse)
+        limits = self._limits
+        self._quick = _Lane(Queue(limits.waiting), limits.quick_seconds, limits.threads, nice=0)
+        self._slow = _Lane(Queue(limits.waiting), limits.seconds, threads=1, nice=10)
+        self._workers = [
+            (lane, prover, threading.Thread(target=self._work, args=(lane, prover), name="grammar", daemon=True))
+            for lane in (self._quick, self._slow)
+            for prover in (Prover(vocabulary, lane.nice) for _ in range(lane.threads))
+        ]
+        for _, _, thread in self._workers:
+            thread.start()
 
     def submit(self, grammar: Grammar) -> "Future[CompiledGrammar]":
         """Begin to compile a grammar, if it is not compiled already. Does not wait.
@@ -93,40 +105,30 @@ class GrammarCompiler:
     def close(self) -> None:
         """End the threads and their processes. Grammars that are not compiled yet get CompilerBusy."""
         self._closed = True
-        for prover in self._provers:
+        for _, prover, _ in self._workers:
             prover.close()
-        for queue in (self._quick, self._slow):
-            while True:
-                try:
-                    if job := queue.get_nowait():
+        for lane in (self._quick, self._slow):
+            with suppress(Empty):
+                while True:
+                    if job := lane.jobs.get_nowait():
                         self._give_up(job, "the node stops")
-                except Empty:
-                    break
-        for thread in self._threads:
-            (self._slow if thread.name == "grammar-slow" else self._quick).put(None)
-        for thread in self._threads:
+        for lane, _, _ in self._workers:
+            lane.jobs.put(None)
+        for _, _, thread in self._workers:
             thread.join()
 
-    def _add_thread(
-        self, name: str, jobs: "Queue[_Job | None]", seconds: float, too_slow: Callable[[_Job], None]
-    ) -> None:
-        prover = Prover(self._vocabulary, nice=10 if jobs is self._slow else 0)
-        thread = threading.Thread(target=self._work, args=(prover, jobs, seconds, too_slow), name=name, daemon=True)
-        self._provers.append(prover)
-        self._threads.append(thread)
-        thread.start()
-
-    def _work(
-        self, prover: Prover, jobs: "Queue[_Job | None]", seconds: float, too_slow: Callable[[_Job], None]
-    ) -> None:
-        job: _Job | None
-        while (job := self._next(prover, jobs)) is not None:
+    def _work(self, lane: "_Lane", prover: Prover) -> None:
+        while (job := self._next(prover, lane)) is not None:
             try:
-                proof = prover.prove(job.grammar, seconds)
+                proof = prover.prove(job.grammar, lane.seconds)
                 compiled = CompiledGrammar(self._vocabulary, proof.text)
                 self._finish(job, compiled, proof.held_bytes + len(proof.text) + _LEAST_BYTES)
             except TooSlow:
-                too_slow(job)
+                if lane is self._quick:
+                    self._enqueue(self._slow, job)
+                else:
+                    error = GrammarError(f"the grammar takes more than {lane.seconds:g} s to compile")
+                    self._finish(job, error, _LEAST_BYTES)
             except GrammarError as error:
                 self._finish(job, error, _LEAST_BYTES)
             except ProverStopped as error:
@@ -137,26 +139,19 @@ class GrammarCompiler:
                 self._give_up(job, f"grammars cannot be compiled: {error!r}")
         prover.close()
 
-    def _next(self, prover: Prover, jobs: "Queue[_Job | None]") -> _Job | None:
+    def _next(self, prover: Prover, lane: "_Lane") -> _Job | None:
         """Wait for a job, with a process ready for it if one can be had."""
         try:
             prover.start()
         except OSError:
             log.exception("cannot start the process that compiles grammars")
-        return jobs.get()
+        return lane.jobs.get()
 
-    def _to_slow_lane(self, job: _Job) -> None:
-        self._enqueue(self._slow, job)
-
-    def _refuse(self, job: _Job) -> None:
-        error = GrammarError(f"the grammar takes more than {self._limits.seconds:g} s to compile")
-        self._finish(job, error, _LEAST_BYTES)
-
-    def _enqueue(self, jobs: "Queue[_Job | None]", job: _Job) -> None:
+    def _enqueue(self, lane: "_Lane", job: _Job) -> None:
         try:
             if self._closed:
                 raise Full
-            jobs.put_nowait(job)
+            lane.jobs.put_nowait(job)
         except Full:
             self._give_up(job, "too many grammars are waiting to be compiled")
 

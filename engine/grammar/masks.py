@@ -1,9 +1,14 @@
-"""The token masks of a step."""
+"""The token masks of a step: the host fills them, and sampling applies them to logits.
+
+A mask is int32 [ceil(vocab / 32)]: bit t % 32 of word t // 32 allows token t.
+"""
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from llguidance import LLExecutor
 
@@ -15,19 +20,17 @@ MAX_THREADS = 8
 
 @dataclass(frozen=True)
 class Masks:
-    """words: int32 [n, words] in pinned memory, bit i of word i // 32 allows token i; None: no request is constrained.
-    It is the writer's, and valid until its next call. failed: why requests cannot go on, by their index in the batch;
-    their rows allow everything."""
+    """words: int32 [n, words], valid until the writer's next call; None: no request is constrained. failed: why
+    requests cannot go on, by index in the batch; their rows allow everything."""
 
     words: torch.Tensor | None
     failed: dict[int, str]
 
 
 class MaskWriter:
-    """Fills the masks of a batch on the CPU, while the device computes the forward pass.
+    """Fills the masks of a batch on the CPU, while the device computes the forward pass. One thread uses it.
 
-    It reuses one buffer: the copy of the masks of one step must be over before the masks of the next are written. It
-    is, where a step's tokens are collected before the next step's are sampled (`Stepper`). One thread uses it.
+    It reuses one buffer: a step must be collected before the masks of the next are written (`Stepper` does).
     """
 
     def __init__(self, max_running: int, words: int, pinned: bool, threads: int | None = None) -> None:
@@ -42,7 +45,7 @@ class MaskWriter:
         self._executor = LLExecutor(threads) if threads > 1 else None
 
     def write(self, states: Sequence[GrammarState | None]) -> Masks:
-        """The masks of a batch. None stands for a request without a grammar, whose row is all ones."""
+        """The masks of a batch. None: a request without a grammar, whose row is all ones."""
         constrained = [(index, state) for index, state in enumerate(states) if state is not None]
         if not constrained:
             return Masks(None, {})
@@ -64,3 +67,41 @@ class MaskWriter:
             except GrammarViolation as violation:
                 failed[index] = str(violation)
         return Masks(self._words[: len(states)], failed)
+
+
+def masked(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """A copy of logits, float32 [n, vocab], with -inf for tokens that masks do not allow.
+
+    masks: int32 [n, ceil(vocab / 32)] in host memory, pinned if the logits are on another device.
+    """
+    if logits.device.type != "cpu":
+        allowed = unpacked(masks.to(logits.device, non_blocking=True), logits.shape[1])
+        return logits.masked_fill(~allowed, float("-inf"))
+    # Eight tokens at a time, and without branches: three times as fast as the above on a processor.
+    addends = np.take(_ADDENDS, masks.numpy().view(np.uint8), axis=0).reshape(len(masks), -1)
+    return torch.from_numpy(addends[:, : logits.shape[1]]).add_(logits)
+
+
+_ADDENDS = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.float32(0), np.float32("-inf")
+)
+"""What a byte of a mask adds to the logits of its eight tokens, float32 [256, 8]."""
+
+
+def unpacked(masks: torch.Tensor, vocab: int) -> torch.Tensor:
+    """bool [n, vocab] of masks int32 [n, ceil(vocab / 32)]."""
+    bits = torch.arange(32, dtype=torch.int32, device=masks.device)
+    return (masks.unsqueeze(-1).bitwise_right_shift(bits) & 1).bool().flatten(1)[:, :vocab]
+
+
+def few_allowed(masks: torch.Tensor, vocab: int) -> dict[int, torch.Tensor]:
+    """The tokens that masks in host memory allow, int64 and ascending, by row; only of rows that allow at most five
+    eighths of the vocabulary: from there on, finding them costs more than they save."""
+    words = masks.numpy().view(np.uint32)
+    counts = np.bitwise_count(words).sum(axis=1, dtype=np.int64)
+    return {int(row): torch.from_numpy(_allowed(words[row], vocab)) for row in np.flatnonzero(8 * counts <= 5 * vocab)}
+
+
+def _allowed(words: npt.NDArray[np.generic], vocab: int) -> npt.NDArray[np.int64]:
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=vocab)
+    return np.flatnonzero(bits.view(np.bool_))

@@ -1,212 +1,149 @@
-"""Proves grammars harmless, in a process that may die of them: `python -m engine.grammar.prover`.
+"""The decode node's side of a prover process."""
 
-A hostile grammar can overflow the library's stack, take all memory or never end. This process translates and compiles
-each grammar, and walks some steps of it at random, under limits that are stricter than the decode node's: a stack of
-1 MiB, bounded memory, and an alarm. Its vocabulary is small (the bytes and the added tokens), but ids and width are the
-model's. `Prover` (`proving.py`) talks to it.
-
-It reads one JSON object per line: first {"vocab_size", "added_tokens": [[id, text], ...], "stop_token_ids", "nice"},
-then {"grammar": a control.grammar.Grammar, "seconds"} for each proof. It answers the first line by an empty object, and
-each proof by {"text": what llguidance is to compile, "held_bytes": what that holds} or {"error": why it cannot be
-compiled}.
-"""
-
-import ctypes
 import json
-import os
-import random
-import re
-import resource
+import select
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
-from pydantic import ValidationError
+import psutil
 
-from control.grammar import Grammar, JsonSchema, Leaf
+from control.grammar import Grammar
 from engine.grammar.errors import GrammarError
-from engine.grammar.json_schema import read_schema, subschemas, with_options
-from engine.grammar.limits import HELD_BYTES, parser_limits
-from engine.grammar.translate import Translator, leaves
+from engine.grammar.vocabulary import Vocabulary
 
-_MEMORY = 2**30
-_STACK = 2**20
-_STEPS = 24
-_MESSAGE_LENGTH = 600
-_EXCERPT = re.compile(r"\s*(\d+ \||\^+$)")
+_START_S = 10.0
+_LOOK_S = 0.02
+_PATIENCE = 6
+"""A proof may take that many times as long as its processor time."""
+_DEATHS: dict[int, str] = {
+    signal.SIGSEGV: "it is nested too deep",
+    signal.SIGABRT: "it takes too much memory or is nested too deep",
+}
 
 
-class Proofs:
-    """Compiles grammars for the model's ids, with one token for each byte."""
+class TooSlow(Exception):
+    """The proof did not end in its time."""
 
-    def __init__(self, vocab_size: int, added_tokens: Mapping[int, str], stop_token_ids: Sequence[int]) -> None:
-        self._translator = Translator(added_tokens)
-        tokens = [b""] * vocab_size
-        for token_id, text in added_tokens.items():
-            tokens[token_id] = text.encode()
-        special = {*added_tokens, *stop_token_ids}
-        free = (token_id for token_id in range(vocab_size) if token_id not in special)
-        for byte, token_id in zip(range(256), free, strict=False):
-            tokens[token_id] = bytes([byte])
-        self._used = [token_id for token_id, token in enumerate(tokens) if token]
-        self._tokenizer = LLTokenizer(
-            TokenizerWrapper(_Bytes(tokens, sorted(special), stop_token_ids[0])), eos_token=list(stop_token_ids)
+
+class ProverStopped(Exception):
+    """There is no process that could prove anything."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """text: what llguidance's matcher is to be given. held_bytes: what it held with a small vocabulary."""
+
+    text: str
+    held_bytes: int
+
+
+class Prover:
+    """A process that proves one grammar at a time (`proofs.py`), and a spare one. Only `close` may come from another
+    thread.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, nice: int = 0) -> None:
+        """nice: how much the processes let others go first."""
+        self._first_line = _line(
+            {
+                "vocab_size": vocabulary.vocab_size,
+                "added_tokens": list(vocabulary.added_tokens.items()),
+                "stop_token_ids": vocabulary.stop_token_ids,
+                "nice": nice,
+            }
         )
+        self._lock = threading.Lock()
+        """Protects the processes: `close` comes from another thread."""
+        self._processes: list[subprocess.Popen[bytes]] = []
+        """The one that is used and the one that takes its place."""
+        self._ready: subprocess.Popen[bytes] | None = None
+        """The one that has answered its first line."""
+        self._closed = False
 
-    def prove(self, grammar: Grammar) -> tuple[str, int]:
-        """The grammar's text for llguidance, and the bytes that it holds when compiled.
+    def start(self) -> None:
+        """Start the process and the spare one, unless they run. Does not wait until they are ready."""
+        with self._lock:
+            while not self._closed and len(self._processes) < 2:
+                command = [sys.executable, "-m", "engine.grammar.proofs"]
+                self._processes.append(
+                    subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+                )
 
-        Raises GrammarError, which names the part that is wrong.
-        """
+    def prove(self, grammar: Grammar, seconds: float) -> Proof:
+        """Raises GrammarError, TooSlow after that many seconds of processor time, or ProverStopped."""
+        self.start()
+        with self._lock:
+            if self._closed:
+                raise ProverStopped("the node stops")
+            process = self._processes[0]
         try:
-            text = self._translator.translate(grammar)
-            return text, self._compile(text)
-        except GrammarError as error:
-            raise GrammarError(self._located(grammar, str(error))) from error
+            if self._ready is not process and self._ask(process, self._first_line, _START_S) is not None:
+                self._ready = process
+            line = _line({"grammar": grammar.model_dump_json(), "seconds": seconds})
+            answer = self._ask(process, line, seconds) if self._ready is process else None
+        except TooSlow:
+            self._end(process)
+            raise
+        if answer is None:
+            self._end(process)
+            if self._closed or self._ready is not process:
+                raise ProverStopped("the process that compiles grammars ends")
+            status = process.wait()
+            cause = _DEATHS.get(-status, f"the compiler ends with status {status}")
+            raise GrammarError(f"it cannot be compiled: {cause}")
+        if "error" in answer:
+            raise GrammarError(answer["error"])
+        return Proof(answer["text"], answer["held_bytes"])
 
-    def _compile(self, text: str) -> int:
-        before = _allocated()
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=parser_limits())
-        self._walk(matcher)
-        if error := matcher.get_error():
-            raise GrammarError(error)
-        if (held := _allocated() - before) > HELD_BYTES:
-            raise GrammarError(f"it takes {held >> 20} MiB of memory; at most {HELD_BYTES >> 20} are allowed")
-        return held
-
-    def _walk(self, matcher: LLMatcher) -> None:
-        """Some random steps: what is lazily built in them can overflow a stack, too."""
-        draw = random.Random(0)
-        for _ in range(_STEPS):
-            if matcher.is_stopped():
-                return
-            mask = matcher.compute_bitmask()
-            allowed = [token_id for token_id in self._used if mask[token_id >> 3] >> (token_id & 7) & 1]
-            if not allowed or not matcher.consume_token(draw.choice(allowed)):
-                return
-
-    def _located(self, grammar: Grammar, reason: str) -> str:
-        """What is wrong and where: the first leaf that cannot be compiled alone."""
-        for where, leaf in leaves(grammar.root):
-            try:
-                self._compile(self._translator.translate(Grammar(root=leaf)))
-            except GrammarError as error:
-                return f"{where}{self._pointer(leaf, str(error))}: {_shortened(str(error))}"
-        return _shortened(reason)
-
-    def _pointer(self, leaf: Leaf, reason: str) -> str:
-        """Where in a JSON schema the reason is: the innermost subschema that gives the same one, as a JSON pointer."""
-        if not isinstance(leaf, JsonSchema):
-            return ""
+    def _ask(self, process: "subprocess.Popen[bytes]", line: bytes, seconds: float) -> dict[str, Any] | None:
+        """The answer to a line; None if the process died. Raises TooSlow."""
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
-            root = read_schema(leaf.schema_text)
-        except GrammarError:
-            return ""
-        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        pointer, schema = "", root
-        while True:
-            for step, within in subschemas(schema):
-                if _library_error(definitions | within) in reason:
-                    pointer, schema = pointer + step, within
-                    break
-            else:
-                return f" at {pointer}" if pointer else ""
+            spent = _processor_s(process.pid)
+            began = time.monotonic()
+            process.stdin.write(line)
+            process.stdin.flush()
+            while not select.select([process.stdout], [], [], _LOOK_S)[0]:
+                if _processor_s(process.pid) - spent > seconds or time.monotonic() - began > _PATIENCE * seconds:
+                    raise TooSlow
+            answer = process.stdout.readline()
+        except (BrokenPipeError, ValueError, psutil.NoSuchProcess):
+            # It died, or `close` has closed the pipes.
+            return None
+        return dict(json.loads(answer)) if answer else None
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            processes = list(self._processes)
+        for process in processes:
+            self._end(process)
+
+    def _end(self, process: "subprocess.Popen[bytes]") -> None:
+        with self._lock:
+            if process in self._processes:
+                self._processes.remove(process)
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            # What was not written yet is of no use to a dead process.
+            with suppress(BrokenPipeError):
+                if pipe is not None:
+                    pipe.close()
 
 
-class _Bytes:
-    """The vocabulary of a proof, as `TokenizerWrapper` takes it."""
-
-    bos_token_id = None
-
-    def __init__(self, tokens: Sequence[bytes], special_token_ids: Sequence[int], eos_token_id: int) -> None:
-        self.tokens = tokens
-        self.special_token_ids = special_token_ids
-        self.eos_token_id = eos_token_id
-        self._ids = {token[0]: token_id for token_id, token in enumerate(tokens) if len(token) == 1}
-
-    def __call__(self, text: bytes) -> list[int]:
-        return [self._ids[byte] for byte in text]
+def _processor_s(pid: int) -> float:
+    """Processor time that a process has used: unlike the time that has passed, it is the same on a busy machine."""
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
 
 
-def _library_error(schema: dict[str, Any]) -> str:
-    """Why llguidance refuses a schema. If it does not: a text that is in no error."""
-    text = LLMatcher.grammar_from_json_schema(with_options(schema))
-    error = LLMatcher.validate_grammar(text, None, limits=parser_limits())
-    return error or "\0"
-
-
-def _shortened(message: str) -> str:
-    """In one line, without excerpts of the translated grammar, which the client did not write, and backtraces."""
-    lines = message.partition("<backtrace>")[0].replace("<non-verbose/>", "").splitlines()
-    text = "; ".join(line.strip() for line in lines if line.strip() and not _EXCERPT.match(line))
-    text = text.partition("failed to compile JSON schema: ")[2] or text
-    return text if len(text) <= _MESSAGE_LENGTH else text[:_MESSAGE_LENGTH] + " ..."
-
-
-_MALLINFO = (
-    *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-    *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-)
-
-
-class _Mallinfo(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO]
-
-
-def _allocated() -> int:
-    """Bytes that are allocated, by glibc's count; 0 where the C library has none."""
-    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if mallinfo2 is None:
-        return 0
-    mallinfo2.restype = _Mallinfo
-    info = mallinfo2()
-    return int(info.uordblks + info.hblkhd)
-
-
-def _serve() -> None:
-    begin = json.loads(sys.stdin.readline() or "null")
-    if begin is None:
-        return
-    os.nice(begin["nice"])
-    proofs = Proofs(begin["vocab_size"], dict(begin["added_tokens"]), begin["stop_token_ids"])
-    _say({})
-    for line in sys.stdin:
-        question = json.loads(line)
-        # The parent ends a proof that takes too long. If it is gone, too, the alarm does.
-        signal.setitimer(signal.ITIMER_REAL, question["seconds"] * 8 + 1)
-        answer: dict[str, Any]
-        try:
-            text, held = proofs.prove(Grammar.model_validate_json(question["grammar"]))
-            answer = {"text": text, "held_bytes": held}
-        except (GrammarError, ValidationError) as error:
-            answer = {"error": str(error)}
-        except RecursionError:
-            answer = {"error": "the grammar is nested too deep"}
-        except MemoryError:
-            answer = {"error": "compiling the grammar takes too much memory"}
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        _say(answer)
-
-
-def _say(answer: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
-
-
-def main() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # A crash is an answer. Nobody needs the library's message about it.
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    threading.stack_size(_STACK)
-    thread = threading.Thread(target=_serve)
-    thread.start()
-    thread.join()
-
-
-if __name__ == "__main__":
-    main()
+def _line(value: dict[str, object]) -> bytes:
+    return json.dumps(value).encode() + b"\n"

@@ -7,14 +7,14 @@ import numpy.typing as npt
 from llguidance import LLMatcher
 
 from engine.grammar.errors import GrammarError, GrammarViolation
-from engine.grammar.limits import parser_limits
+from engine.grammar.proofs import parser_limits
 from engine.grammar.vocabulary import Vocabulary
 
 _FAILURES = ("ParserTooComplex", "LexerTooComplex", "InternalError")
 
 
 class CompiledGrammar:
-    """A grammar that requests can start in. Any thread may use it."""
+    """A grammar that requests share. Any thread may use it."""
 
     def __init__(self, vocabulary: Vocabulary, text: str) -> None:
         """text: a proved grammar in llguidance's form. Takes milliseconds, without the interpreter's lock.
@@ -30,9 +30,9 @@ class CompiledGrammar:
             raise GrammarError(error)
 
     def start(self, stop_token_ids: Sequence[int] = (), generated: Sequence[int] = ()) -> "GrammarState":
-        """The state of a request. stop_token_ids: those that end the request; none: the checkpoint's.
+        """The state of a request with these generated tokens. stop_token_ids: empty for the checkpoint's.
 
-        generated: tokens that it has generated already. Raises GrammarViolation if they do not fit.
+        Raises GrammarViolation if the tokens do not fit.
         """
         state = GrammarState(self.vocabulary, self._prototype.deep_copy(), tuple(stop_token_ids))
         for token_id in generated:
@@ -95,10 +95,6 @@ class GrammarState:
         elif not row.any():
             row[:] = -1
             raise GrammarViolation("the request's grammar cannot be continued by any token of the vocabulary")
-
-    def copy(self) -> "GrammarState":
-        """An independent state at the same place."""
-        return GrammarState(self._vocabulary, self.matcher.deep_copy(), self._stops)
 
     def _failure(self) -> str | None:
         if self.matcher.is_error():

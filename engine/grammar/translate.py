@@ -116,7 +116,7 @@ class _Rules:
         return name
 
     def _choice(self, options: Iterable[str]) -> str:
-        """Options without added tokens become one lexeme: a rule may have only so many alternatives."""
+        """Options without added tokens become one lexeme: the number of alternatives of a rule is bounded."""
         plain: list[str] = []
         others: list[str] = []
         for option in options:
@@ -143,12 +143,12 @@ class _Rules:
         return self._rule(f"{spelled} | {text} {rest}")
 
     def _tags(self, node: Tags) -> str:
-        behind: dict[str, list[str]] = {}
+        after: dict[str, list[str]] = {}
         for tag in node.tags:
             trigger = self._whole_tokens(tag.begin, max(len(t) for t in node.triggers if tag.begin.startswith(t)))
             rest = self._literal(tag.begin[len(trigger) :])
-            behind.setdefault(trigger, []).append(f"{rest} {self._node(tag.content)} {self._literal(tag.end)}")
-        called = [f"{self._until(trigger)} ({' | '.join(tags)})" for trigger, tags in behind.items()]
+            after.setdefault(trigger, []).append(f"{rest} {self._node(tag.content)} {self._literal(tag.end)}")
+        called = [f"{self._until(trigger)} ({' | '.join(tags)})" for trigger, tags in after.items()]
         call = self._rule(" | ".join(called))
         if node.stop_after_first:
             return self._rule(call if node.at_least_one else f"{call} | TEXT")

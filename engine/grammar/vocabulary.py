@@ -16,9 +16,8 @@ class Vocabulary:
     """The tokens of a model. Immutable; any thread may use it.
 
     Byte-level BPE and vocabularies with sentencepiece's byte fallback are supported. An added token (special or not, as
-    `<tool_call>`) never counts as the text that it is spelled with: a grammar has to ask for that very token. So no
-    text within a grammar, as a JSON string, can hold one. Ids without a token (padding of the embedding) are never
-    allowed.
+    `<tool_call>`) never counts as the text that it is spelled with: a grammar has to ask for the token. Ids without a
+    token (padding of the embedding) are never allowed.
     """
 
     def __init__(self, tokenizer_json: Mapping[str, Any], vocab_size: int, stop_token_ids: Sequence[int]) -> None:

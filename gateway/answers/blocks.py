@@ -3,12 +3,16 @@
 The formats that have blocks differ in how they write them, not in where they begin and end.
 """
 
+from abc import ABC
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from gateway.choice import Delta
-from gateway.formats import CallArguments, CallBegin, CallEnd, ContentDelta, Event, ReasoningDelta
-from gateway.prepared import ChatReading
+from gateway.answers.streamed import CHARACTER_BYTES, StreamedAnswer
+from gateway.attempt import Delta
+from gateway.formats.parsing import CallArguments, CallBegin, CallEnd, ContentDelta, Event, ReasoningDelta
+from gateway.held_answers import HeldBytes
+from gateway.preparer import ChatReading, PreparedRequest
+from gateway.tokenizer import CheckpointTokenizer
 
 
 @dataclass
@@ -53,7 +57,7 @@ Change: TypeAlias = Opened | Grew | Closed
 
 @dataclass
 class BlockReader:
-    """Takes an answer apart as it comes.
+    """Splits an answer into blocks as it comes.
 
     White space between blocks belongs to none of them: it becomes part of a text only together with what follows it
     there. whole: a call that breaks or is cut off is text.
@@ -138,3 +142,44 @@ class BlockReader:
             self._open.complete |= ended and self._open.kind != "call"
             changes.append(Closed(self._open))
             self._open = None
+
+
+class BlockAnswer(StreamedAnswer, ABC):
+    """Renders the only answer to a request as blocks."""
+
+    named = True
+
+    def __init__(self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: HeldBytes) -> None:
+        assert prepared.reading is not None
+        self._prepared = prepared
+        self._model = model
+        self._tokenizer = tokenizer
+        self._reading = prepared.reading
+        self._held = held
+        self._restart(whole=False)
+
+    def _restart(self, whole: bool) -> None:
+        """Forget what came of the answer."""
+        self._reader = BlockReader(self._reading, whole)
+        self._output_tokens = 0
+        self.kept_bytes = 0
+
+    def keep(self, index: int, delta: Delta) -> None:
+        if delta.first:
+            self._held.give(self.kept_bytes)
+            self._restart(whole=True)
+        self._count(CHARACTER_BYTES * len(delta.text))
+        for change in self._push(delta):
+            self._note(change)
+
+    def _note(self, change: Change) -> object:
+        """Keep what a change brings in addition to text."""
+
+    def _count(self, size: int) -> None:
+        """Count bytes that are kept from now on. Raises ApiError if that is too much."""
+        self.kept_bytes += size
+        self._held.take(size)
+
+    def _push(self, delta: Delta) -> list[Change]:
+        self._output_tokens += len(delta.tokens)
+        return self._reader.push(delta)

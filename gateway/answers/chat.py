@@ -1,48 +1,151 @@
 """Answers of /v1/chat/completions."""
 
 from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NotRequired, cast
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from control.messages import Token
-from gateway.answers.answer import Answer
-from gateway.answers.kept import KeptAnswer
-from gateway.answers.streamed import Json
-from gateway.choice import Delta
-from gateway.formats import CallArguments, CallBegin, CallEnd, ContentDelta, Event, OutputParser, ReasoningDelta
-from gateway.held_answers import AnswerBytes
-from gateway.prepared import Prepared
+from gateway.answers.openai import Choice, Head, KeptAnswer, OpenAIAnswer, PromptLogprobs, Usage
+from gateway.answers.streamed import Column, Json
+from gateway.attempt import Delta, EndReason
+from gateway.formats.parsing import CallArguments, CallBegin, CallEnd, CallParser, ContentDelta, Event, ReasoningDelta
+from gateway.held_answers import HeldBytes
+from gateway.preparer import PreparedRequest
 from gateway.requests.chat import ChatCompletionRequest
 from gateway.tokenizer import CheckpointTokenizer
 
 
-class ChatAnswer(Answer):
+class ChosenFunction(TypedDict):
+    """arguments: JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ChosenCall(TypedDict):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class AnswerMessage(TypedDict):
+    """The assistant's message."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: NotRequired[Annotated[str, Field(description="Where the model reasoned.")]]
+    tool_calls: NotRequired[Annotated[list[ChosenCall], Field(description="Where the model calls tools.")]]
+
+
+class TokenLogprob(TypedDict):
+    """A token and its log probability. bytes: they may be a part of a character."""
+
+    token: str
+    logprob: float | None
+    bytes: list[int]
+
+
+class ChosenLogprob(TokenLogprob):
+    """A token of the answer, and others that were likely there."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    """By token of the answer, reasoning and calls included."""
+
+    content: list[ChosenLogprob] | Column[ChosenLogprob]
+    refusal: None
+
+
+class ChatChoice(Choice):
+    """One answer."""
+
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+
+
+class ChatCompletion(Head):
+    """The answers to a chat completion request."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
+class ChatAnswer(OpenAIAnswer[ChatChoice]):
     """Reasoning, content and tool calls apart."""
 
-    kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, prepared: Prepared, model: str, tokenizer: CheckpointTokenizer, held: AnswerBytes) -> None:
+    def __init__(self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: HeldBytes) -> None:
         super().__init__(prepared, model, tokenizer, held)
         assert isinstance(prepared.request, ChatCompletionRequest)
         assert prepared.reading is not None
         self._reading = prepared.reading
         self._with_logprobs = bool(prepared.request.logprobs)
-        self._parsers: dict[int, OutputParser] = {}
+        self._parsers: dict[int, CallParser] = {}
         """By choice."""
         self._called: set[int] = set()
         """Choices with a complete call."""
 
-    def whole(self) -> Json:
-        whole = super().whole()
+    def whole(self) -> ChatCompletion:
+        choices = self._whole_choices()
+        whole: ChatCompletion = {
+            "id": self._head["id"],
+            "created": self._head["created"],
+            "model": self._head["model"],
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": self._usage(),
+        }
         if self._prompt_logprobs is not None:
             # All choices have the same prompt.
-            whole["prompt_logprobs"] = self._by_position(0, self._kept[0], self._prompt_logprobs)
+            whole["prompt_logprobs"] = self._by_position(0, self._prompt_logprobs)
         return whole
 
-    def opening(self, index: int) -> Json:
-        delta = {"role": "assistant", "content": ""}
-        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+    def begin(self) -> list[Json]:
+        head = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [self._chunk([{"index": index, **head}]) for index in range(self._count)]
 
-    def _text(self, index: int, delta: Delta, whole: bool) -> Json:
+    def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        logprobs = self._logprobs(self._chosen(delta.tokens)) if self._with_logprobs else None
+        parts = self._text(index, delta)
+        finish_reason = self._finished(index, delta.finish_reason)
+        return {"index": index, "logprobs": logprobs, "finish_reason": finish_reason, **parts}
+
+    def _whole_choice(self, index: int, kept: KeptAnswer) -> ChatChoice:
+        logprobs = self._logprobs(kept.columns["content"]) if self._with_logprobs else None
+        parts = self._parts(index, Delta(kept.text, (), (), kept.finish_reason), whole=True)
+        content = parts.pop("content", None if "tool_calls" in parts else "")
+        for call in parts.get("tool_calls", ()):
+            del call["index"]
+        message = cast(AnswerMessage, {"role": "assistant", "content": content, "refusal": None, **parts})
+        return {
+            "index": index,
+            "logprobs": logprobs,
+            "finish_reason": self._finished(index, kept.finish_reason),
+            "message": message,
+        }
+
+    def _logprobs(self, content: list[ChosenLogprob] | Column[ChosenLogprob]) -> ChatLogprobs:
+        return {"content": content, "refusal": None}
+
+    def _finished(self, index: int, reason: EndReason | None) -> Literal["stop", "length", "tool_calls"] | None:
+        return "tool_calls" if reason == "stop" and index in self._called else reason
+
+    def _text(self, index: int, delta: Delta) -> dict[str, Any]:
+        return {"delta": self._parts(index, delta, whole=False)}
+
+    def _parts(self, index: int, delta: Delta, whole: bool) -> dict[str, Any]:
+        """What a delta adds to a message. whole: the delta is the whole answer."""
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = self._reading.parser(whole)
@@ -52,16 +155,7 @@ class ChatAnswer(Answer):
         for event in events:
             if isinstance(event, CallEnd):
                 self._called.add(index)
-        parts = _parts_of(events)
-        rendered: Json = {"delta": parts}
-        if whole:
-            content = parts.pop("content", None if "tool_calls" in parts else "")
-            for call in parts.get("tool_calls", ()):
-                del call["index"]
-            rendered = {"message": {"role": "assistant", "content": content, "refusal": None, **parts}}
-        if delta.finish_reason == "stop" and index in self._called:
-            rendered["finish_reason"] = "tool_calls"
-        return rendered
+        return _parts_of(events)
 
     def _plain(self, text: str) -> Json:
         return {"delta": {"content": text}}
@@ -69,35 +163,33 @@ class ChatAnswer(Answer):
     def _stays_plain(self, index: int) -> bool:
         return self._parsers[index].only_content
 
-    def _of_tokens(self, tokens: Sequence[Token]) -> dict[str, list[object]]:
-        return {
-            "content": [
-                self._entry(token.token_id, token.logprob)
-                | {"top_logprobs": [self._entry(*alternative) for alternative in token.top_logprobs]}
-                for token in tokens
-            ]
-        }
+    def _of_tokens(self, tokens: Sequence[Token]) -> dict[str, list[Any]]:
+        return {"content": self._chosen(tokens)}
 
-    def _logprobs(self, index: int, delta: Delta) -> Json:
-        return {**self._of_tokens(delta.tokens), "refusal": None}
-
-    def _whole_logprobs(self, index: int, kept: KeptAnswer) -> Json:
-        return {"content": kept.columns["content"], "refusal": None}
-
-    def _entry(self, token_id: int, logprob: float | None) -> Json:
-        return {
-            "token": self._tokenizer.piece(token_id),
-            "logprob": logprob,
-            "bytes": list(self._tokenizer.piece_bytes(token_id)),
-        }
+    def _chosen(self, tokens: Sequence[Token]) -> list[ChosenLogprob]:
+        return [chosen_logprob(token, self._tokenizer) for token in tokens]
 
 
-def _parts_of(events: Sequence[Event]) -> Json:
+def chosen_logprob(token: Token, tokenizer: CheckpointTokenizer) -> ChosenLogprob:
+    """A token with its log probability and alternatives."""
+    top = [_token_logprob(*alternative, tokenizer) for alternative in token.top_logprobs]
+    return {**_token_logprob(token.token_id, token.logprob, tokenizer), "top_logprobs": top}
+
+
+def _token_logprob(token_id: int, logprob: float | None, tokenizer: CheckpointTokenizer) -> TokenLogprob:
+    return {
+        "token": tokenizer.piece(token_id),
+        "logprob": logprob,
+        "bytes": list(tokenizer.piece_bytes(token_id)),
+    }
+
+
+def _parts_of(events: Sequence[Event]) -> dict[str, Any]:
     """The events as one delta of a message."""
     if len(events) == 1 and isinstance(events[0], ContentDelta):  # as of most tokens; patterns take four times as long
         return {"content": events[0].text}
     texts: dict[str, str] = {}
-    calls: dict[int, Json] = {}
+    calls: dict[int, dict[str, Any]] = {}
     for event in events:
         match event:
             case ReasoningDelta(text):

@@ -1,17 +1,18 @@
 """Answers of /v1/completions."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NotRequired
+
+from typing_extensions import TypedDict
 
 from control.messages import Token
 from control.prompt_logprobs import PromptLogprobTable
-from gateway.answers.answer import Answer
-from gateway.answers.kept import Column, KeptAnswer
-from gateway.answers.prompt import offsets, prompt_tokens
-from gateway.answers.streamed import Json
-from gateway.choice import Delta
+from gateway.answers.openai import Choice, Head, KeptAnswer, OpenAIAnswer, PromptLogprobs, Usage, prompt_tokens
+from gateway.answers.streamed import Column, Json
+from gateway.attempt import Delta
 from gateway.errors import ApiError
-from gateway.held_answers import AnswerBytes
-from gateway.prepared import Prepared
+from gateway.held_answers import HeldBytes
+from gateway.preparer import PreparedRequest
 from gateway.requests.completions import CompletionRequest
 from gateway.tokenizer import CheckpointTokenizer
 
@@ -19,25 +20,52 @@ MAX_ECHO_CHARS = 8 << 20
 """Characters of prompts in all answers to one request."""
 
 
-class CompletionAnswer(Answer):
+class CompletionLogprobs(TypedDict):
+    """By token of the answer, and of the prompt in an echo, of which the first token has none. top_logprobs: by text.
+    text_offset: where in the text the token begins."""
+
+    tokens: list[str] | Column[str]
+    token_logprobs: list[float | None] | Column[float | None]
+    top_logprobs: list[dict[str, float | None] | None] | Column[dict[str, float | None] | None]
+    text_offset: list[int] | Column[int]
+
+
+class CompletionChoice(Choice):
+    """One answer."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
+class Completion(Head):
+    """The answers to a completion request. Chunks of a stream have the same form."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
     """With the prompt's text in front, if the request asks for an echo."""
 
-    kind = chunk_kind = "text_completion"
+    chunk_kind = "text_completion"
 
-    def __init__(self, prepared: Prepared, model: str, tokenizer: CheckpointTokenizer, held: AnswerBytes) -> None:
+    def __init__(self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: HeldBytes) -> None:
         super().__init__(prepared, model, tokenizer, held)
-        assert isinstance(prepared.request, CompletionRequest)
-        self._best_of = prepared.request.computed_choices, prepared.request.choices
+        request = prepared.request
+        assert isinstance(request, CompletionRequest)
+        self._best_of = request.computed_choices, request.choices
         """How many answers of each prompt are generated, and how many of them given."""
-        self._alternatives_asked = prepared.request.logprobs
-        self._with_logprobs = self._alternatives_asked is not None
+        self._alternatives_asked = request.logprobs
+        self._with_logprobs = request.logprobs is not None
         self._echoes: dict[int, str] = {}
         """By choice, the text of the prompt, until it has been rendered."""
-        if prepared.request.echo:
-            per_prompt = prepared.request.choices
-            for number, prompt in enumerate(prepared.request.prompt):
-                choices = range(number * per_prompt, (number + 1) * per_prompt)
-                whole = prepared.request.truncate_prompt_tokens is None
+        if request.echo:
+            for number, prompt in enumerate(request.prompt):
+                choices = range(number * request.choices, (number + 1) * request.choices)
+                whole = request.truncate_prompt_tokens is None
                 used = prepared.prompt_ids(choices[0])
                 text = prompt if isinstance(prompt, str) and whole else tokenizer.decode(used)
                 self._echoes |= dict.fromkeys(choices, text)
@@ -49,14 +77,32 @@ class CompletionAnswer(Answer):
         self._echoed: dict[int, int] = {}
         """By choice, the length of the prompt's text once that has been rendered."""
 
-    def _text(self, index: int, delta: Delta, whole: bool) -> Json:
-        return {"text": self._echoes.pop(index, "") + delta.text}
-
-    def _whole_choice(self, index: int, kept: KeptAnswer) -> Json:
-        choice = super()._whole_choice(index, kept)
+    def whole(self) -> Completion:
+        choices = self._whole_choices()
         if self._prompt_logprobs is not None:
-            choice["prompt_logprobs"] = self._by_position(index, kept, self._prompt_logprobs)
-        return choice
+            for choice in choices:
+                choice["prompt_logprobs"] = self._by_position(choice["index"], self._prompt_logprobs)
+        return {**self._head, "object": "text_completion", "choices": choices, "usage": self._usage()}
+
+    def _choice(self, index: int, delta: Delta) -> CompletionChoice:
+        return {
+            "index": index,
+            # Before the text, which takes the echo.
+            "logprobs": self._logprobs(index, delta) if self._with_logprobs else None,
+            "finish_reason": delta.finish_reason,
+            "text": self._echoes.pop(index, "") + delta.text,
+        }
+
+    def _whole_choice(self, index: int, kept: KeptAnswer) -> CompletionChoice:
+        return {
+            "index": index,
+            "logprobs": self._whole_logprobs(index, kept) if self._with_logprobs else None,
+            "finish_reason": kept.finish_reason,
+            "text": self._echoes.pop(index, "") + kept.text,
+        }
+
+    def _text(self, index: int, delta: Delta) -> Json:
+        return {"text": self._echoes.pop(index, "") + delta.text}
 
     def _given(self, kept: Sequence[KeptAnswer]) -> Sequence[KeptAnswer]:
         """Of each prompt those whose tokens are the likeliest on average, the best first."""
@@ -77,34 +123,45 @@ class CompletionAnswer(Answer):
         """An echo is part of the first text, which has been rendered."""
         return True
 
-    def _of_tokens(self, tokens: Sequence[Token]) -> dict[str, list[object]]:
+    def _of_tokens(self, tokens: Sequence[Token]) -> dict[str, list[Any]]:
         return {
             "tokens": [self._tokenizer.piece(token.token_id) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [self._alternatives(token) for token in tokens],
+            "top_logprobs": [
+                self._by_text(dict(token.top_logprobs) | {token.token_id: token.logprob}) for token in tokens
+            ],
         }
 
-    def _logprobs(self, index: int, delta: Delta) -> Json:
+    def _logprobs(self, index: int, delta: Delta) -> CompletionLogprobs:
         echo = self._echo_logprobs(index, delta.prompt)
         before = self._echoed.get(index, 0)
-        own = self._of_tokens(delta.tokens) | {"text_offset": [before + offset for offset in delta.offsets]}
-        return {name: echo.get(name, []) + values for name, values in own.items()}
+        own = self._of_tokens(delta.tokens)
+        return {
+            "tokens": echo["tokens"] + own["tokens"],
+            "token_logprobs": echo["token_logprobs"] + own["token_logprobs"],
+            "top_logprobs": echo["top_logprobs"] + own["top_logprobs"],
+            "text_offset": echo["text_offset"] + [before + offset for offset in delta.offsets],
+        }
 
-    def _whole_logprobs(self, index: int, kept: KeptAnswer) -> Json:
-        columns = {name: Column(values) for name, values in self._echo_logprobs(index, kept.prompt).items()}
+    def _whole_logprobs(self, index: int, kept: KeptAnswer) -> CompletionLogprobs:
+        echo = {name: Column(values) for name, values in self._echo_logprobs(index, kept.prompt).items()}
         before, end = self._echoed.get(index, 0), len(kept.text)
-        # The text ends before the stop string, but offsets count it.
-        own_offsets = Column(before + min(offset, end) for offset in kept.offsets)
         for name in ("tokens", "token_logprobs", "top_logprobs"):
-            columns.setdefault(name, Column()).append_json(kept.columns[name].json)
-        columns.setdefault("text_offset", Column()).append_json(own_offsets.json)
-        return columns
+            echo[name].append(kept.columns[name])
+        # The text ends before the stop string, but offsets count it.
+        echo["text_offset"].extend(before + min(offset, end) for offset in kept.offsets)
+        return {
+            "tokens": echo["tokens"],
+            "token_logprobs": echo["token_logprobs"],
+            "top_logprobs": echo["top_logprobs"],
+            "text_offset": echo["text_offset"],
+        }
 
-    def _echo_logprobs(self, index: int, table: PromptLogprobTable | None) -> dict[str, list[object]]:
-        """Those of the prompt's tokens, if an echo is still to be rendered: the text of a choice is rendered after its
-        log probabilities. Nothing says how likely the first token is."""
+    def _echo_logprobs(self, index: int, table: PromptLogprobTable | None) -> dict[str, list[Any]]:
+        """Those of the prompt's tokens, if an echo is still to be rendered. Nothing says how likely the first token
+        is."""
         if index not in self._echoes:
-            return {}
+            return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         prompt_ids, text = self._prepared.prompt_ids(index), self._echoes[index]
         self._echoed[index] = len(text)
         assert table is not None, "an echo with log probabilities asks for those of the prompt"
@@ -115,14 +172,22 @@ class CompletionAnswer(Answer):
             "tokens": [self._tokenizer.piece(token_id) for token_id in prompt_ids],
             "token_logprobs": [None, *(token.logprob for token in tokens)],
             "top_logprobs": [None, *top],
-            "text_offset": list(offsets(prompt_ids, text, self._tokenizer)),
+            "text_offset": self._offsets(prompt_ids, text),
         }
 
-    def _alternatives(self, token: Token) -> dict[str, float | None]:
-        """Log probabilities by text: the most probable tokens and the chosen one."""
-        return self._by_text(dict(token.top_logprobs) | {token.token_id: token.logprob})
+    def _offsets(self, prompt_ids: Sequence[int], text: str) -> list[int]:
+        """Where in the text of a prompt each of its tokens begins. A special token that the text lacks, as one that
+        the tokenizer puts in front, takes no room."""
+        special_ids = self._tokenizer.special_ids.intersection(prompt_ids)
+        detokenizer = self._tokenizer.detokenizer({i for i in special_ids if self._tokenizer.piece(i) not in text})
+        offsets, length = [], 0
+        for token_id in prompt_ids:
+            offsets.append(min(length, len(text)))
+            length += len(detokenizer.push(token_id))
+        return offsets
 
     def _by_text(self, by_id: Mapping[int, float | None]) -> dict[str, float | None]:
+        """Log probabilities by the tokens' texts."""
         by_text: dict[str, float | None] = {}
         for token_id, logprob in by_id.items():
             piece = self._tokenizer.piece(token_id)

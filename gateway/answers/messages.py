@@ -2,55 +2,95 @@
 
 import hashlib
 import json
+from typing import Any, Literal
 
-from gateway.answers.blocks import Block, BlockReader, Change, Closed, Grew, Opened
-from gateway.answers.kept import CHARACTER_BYTES
-from gateway.answers.streamed import Json, StreamedAnswer
-from gateway.choice import Delta
+from typing_extensions import TypedDict
+
+from gateway.answers.blocks import Block, BlockAnswer, Change, Closed, Grew, Opened
+from gateway.answers.streamed import Json
+from gateway.attempt import Delta
 from gateway.errors import ApiError
-from gateway.held_answers import AnswerBytes
-from gateway.prepared import Prepared
+from gateway.held_answers import HeldBytes
+from gateway.preparer import PreparedRequest
 from gateway.requests.messages import MessagesRequest
 from gateway.tokenizer import CheckpointTokenizer
 
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
-class MessageAnswer(StreamedAnswer):
+
+class TextContent(TypedDict):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+    citations: None
+
+
+class ThinkingContent(TypedDict):
+    """What the model thought before it answered. signature: nothing checks it."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class ToolUseContent(TypedDict):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+Content = TextContent | ThinkingContent | ToolUseContent
+
+
+class MessageUsage(TypedDict):
+    """Token counts."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class Ending(TypedDict):
+    """Why an answer ended; null while it goes on."""
+
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+
+
+class Message(Ending):
+    """The assistant's message."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[Content]
+    usage: MessageUsage
+
+
+class MessageAnswer(BlockAnswer):
     """Blocks of thinking, text and calls."""
 
-    named = True
-
-    def __init__(self, prepared: Prepared, model: str, tokenizer: CheckpointTokenizer, held: AnswerBytes) -> None:
-        assert isinstance(prepared.source, MessagesRequest)
-        assert prepared.reading is not None
-        self._prepared = prepared
-        self._model = model
-        self._stops = prepared.source.stop_sequences or ()
-        thinking = prepared.source.thinking
+    def __init__(self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: HeldBytes) -> None:
+        super().__init__(prepared, model, tokenizer, held)
+        assert isinstance(prepared.body, MessagesRequest)
+        self._stops = prepared.body.stop_sequences or ()
+        thinking = prepared.body.thinking
         self._shows_thinking = thinking is None or thinking.display != "omitted"
-        self._reading = prepared.reading
-        self._reader = BlockReader(prepared.reading, whole=False)
-        self._held = held
-        self._kept_bytes = 0
-        self._output_tokens = 0
         self._pinged = False
 
-    def keep(self, index: int, delta: Delta) -> None:
-        if delta.first:
-            self._reader = BlockReader(self._reading, whole=True)
-            self._held.give(self._kept_bytes)
-            self._kept_bytes = self._output_tokens = 0
-        self._push(delta)
-        size = CHARACTER_BYTES * len(delta.text)
-        self._kept_bytes += size
-        self._held.take(size)
-
-    def whole(self) -> Json:
+    def whole(self) -> Message:
         return self._message([self._block(block) for block in self._reader.blocks])
 
     def begin(self) -> list[Json]:
         return [{"type": "message_start", "message": self._message([])}]
 
-    def more(self, index: int, delta: Delta) -> list[Json]:
+    def delta_events(self, index: int, delta: Delta) -> list[Json]:
         events: list[Json] = []
         for change in self._push(delta):
             events += self._events(change)
@@ -68,15 +108,12 @@ class MessageAnswer(StreamedAnswer):
     def failed(self, error: ApiError) -> list[Json]:
         return [error.anthropic_body()]
 
-    def _push(self, delta: Delta) -> list[Change]:
-        self._output_tokens += len(delta.tokens)
-        return self._reader.push(delta)
-
     def _events(self, change: Change) -> list[Json]:
         block = change.block
         match change:
             case Opened():
-                return [{"type": "content_block_start", "index": block.number, "content_block": self._empty(block)}]
+                empty = self._block(block, begins=True)
+                return [{"type": "content_block_start", "index": block.number, "content_block": empty}]
             case Grew():
                 delta = self._delta(block, change.text)
                 return [] if delta is None else [self._block_delta(block, delta)]
@@ -89,15 +126,6 @@ class MessageAnswer(StreamedAnswer):
     def _block_delta(self, block: Block, delta: Json) -> Json:
         return {"type": "content_block_delta", "index": block.number, "delta": delta}
 
-    def _empty(self, block: Block) -> Json:
-        match block.kind:
-            case "reasoning":
-                return {"type": "thinking", "thinking": "", "signature": ""}
-            case "text":
-                return {"type": "text", "text": "", "citations": None}
-            case "call":
-                return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
-
     def _delta(self, block: Block, text: str) -> Json | None:
         match block.kind:
             case "reasoning":
@@ -107,18 +135,19 @@ class MessageAnswer(StreamedAnswer):
             case "call":
                 return {"type": "input_json_delta", "partial_json": text}
 
-    def _block(self, block: Block) -> Json:
-        """A block of a whole answer, where calls are complete."""
+    def _block(self, block: Block, begins: bool = False) -> Content:
+        """begins: the block before anything of it. Otherwise it belongs to a whole answer, where calls are complete."""
         match block.kind:
             case "reasoning":
-                thinking = block.text if self._shows_thinking else ""
-                return {"type": "thinking", "thinking": thinking, "signature": _signature(block)}
+                thinking = block.text if self._shows_thinking and not begins else ""
+                return {"type": "thinking", "thinking": thinking, "signature": "" if begins else _signature(block)}
             case "text":
-                return {"type": "text", "text": block.text, "citations": None}
+                return {"type": "text", "text": "" if begins else block.text, "citations": None}
             case "call":
-                return self._empty(block) | {"input": json.loads(block.text)}
+                arguments = {} if begins else json.loads(block.text)
+                return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
 
-    def _message(self, content: list[Json]) -> Json:
+    def _message(self, content: list[Content]) -> Message:
         return {
             "id": self._prepared.request_id,
             "type": "message",
@@ -129,9 +158,9 @@ class MessageAnswer(StreamedAnswer):
             "usage": self._usage(),
         }
 
-    def _ending(self) -> Json:
-        """Why the answer ended; null while it goes on."""
+    def _ending(self) -> Ending:
         stop = self._reader.stop if self._reader.stop in self._stops else None
+        reason: StopReason | None
         match self._reader.finish_reason:
             case None:
                 reason = None
@@ -143,7 +172,7 @@ class MessageAnswer(StreamedAnswer):
                 reason = "end_turn" if stop is None else "stop_sequence"
         return {"stop_reason": reason, "stop_sequence": stop}
 
-    def _usage(self) -> Json:
+    def _usage(self) -> MessageUsage:
         cached = self._prepared.cached_tokens
         return {
             "input_tokens": self._prepared.prompt_tokens - cached,

@@ -2,68 +2,185 @@
 
 import time
 import uuid
+from typing import Annotated, Any, Literal
 
-from control.messages import Token
-from gateway.answers.blocks import Block, BlockReader, Change, Closed, Grew, Opened
-from gateway.answers.kept import CHARACTER_BYTES, Column
-from gateway.answers.streamed import Json, StreamedAnswer
-from gateway.choice import Delta
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from gateway.answers.blocks import Block, BlockAnswer, Change, Closed, Grew, Opened
+from gateway.answers.chat import ChosenLogprob, chosen_logprob
+from gateway.answers.streamed import CHARACTER_BYTES, Column, Json
+from gateway.attempt import Delta
 from gateway.errors import ApiError
-from gateway.held_answers import AnswerBytes
-from gateway.prepared import Prepared
+from gateway.held_answers import HeldBytes
+from gateway.preparer import PreparedRequest
 from gateway.requests.responses import ResponsesRequest
 from gateway.tokenizer import CheckpointTokenizer
 
 _PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 
+Status = Literal["completed", "incomplete", "in_progress"]
+Nothing = Annotated[list[Any], Field(max_length=0)]
 
-class ResponseAnswer(StreamedAnswer):
+
+class OutputText(TypedDict):
+    """Text. logprobs: if they were asked for."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: Nothing
+    logprobs: Column[ChosenLogprob]
+
+
+class ItemHead(TypedDict):
+    """What items have in common."""
+
+    id: str
+    status: Status
+
+
+class OutputMessage(ItemHead):
+    """The answer."""
+
+    type: Literal["message"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class ReasoningPart(TypedDict):
+    """Text of the reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(ItemHead):
+    """What the model thought before it answered."""
+
+    type: Literal["reasoning"]
+    summary: Nothing
+    content: list[ReasoningPart]
+    encrypted_content: None
+
+
+class OutputCall(ItemHead):
+    """A call of a tool. arguments: JSON text."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+Item = OutputMessage | OutputReasoning | OutputCall
+
+
+class ResponseError(TypedDict):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(TypedDict):
+    """Why a response was cut off."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class GivenReasoning(TypedDict):
+    """What the request says."""
+
+    effort: str | None
+    summary: None
+
+
+class InputDetails(TypedDict):
+    """Of the prompt, tokens that did not have to be computed, and tokens that were stored for later."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputDetails(TypedDict):
+    """Of the answer."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Response(TypedDict):
+    """A response. Nothing of it is stored."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["completed", "incomplete", "in_progress", "failed"]
+    background: Literal[False]
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[Item]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    prompt_cache_key: str | None
+    reasoning: GivenReasoning
+    safety_identifier: str | None
+    service_tier: Literal["default"]
+    store: Literal[False]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, str]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["auto", "disabled"]
+    usage: ResponseUsage | None
+    user: str | None
+
+
+class ResponseAnswer(BlockAnswer):
     """Items of reasoning, text and calls."""
 
-    named = True
-
-    def __init__(self, prepared: Prepared, model: str, tokenizer: CheckpointTokenizer, held: AnswerBytes) -> None:
-        assert isinstance(prepared.source, ResponsesRequest)
-        assert prepared.reading is not None
-        self._prepared = prepared
-        self._source = prepared.source
-        self._model = model
-        self._tokenizer = tokenizer
+    def __init__(self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: HeldBytes) -> None:
+        assert isinstance(prepared.body, ResponsesRequest)
+        self._source = prepared.body
         self._created = int(time.time())
-        self._reading = prepared.reading
-        self._held = held
         self._sequence = 0
-        self._read_anew(whole=False)
+        super().__init__(prepared, model, tokenizer, held)
 
-    def _read_anew(self, whole: bool) -> None:
-        self._reader = BlockReader(self._reading, whole)
-        self._output_tokens = 0
+    def _restart(self, whole: bool) -> None:
+        super()._restart(whole)
         self._ids: list[str] = []
         """By block, the id of its item."""
-        self._logprobs: dict[int, Column] = {}
+        self._logprobs: dict[int, Column[ChosenLogprob]] = {}
         """By block of text. Streams repeat them at its end."""
-        self._tokens = Column()
+        self._tokens: Column[ChosenLogprob] = Column()
         """Log probabilities of tokens whose text is not there yet."""
-        self.kept_bytes = 0
 
-    def keep(self, index: int, delta: Delta) -> None:
-        if delta.first:
-            self._held.give(self.kept_bytes)
-            self._read_anew(whole=True)
-        for change in self._push(delta):
-            self._note(change)
-
-    def whole(self) -> Json:
+    def whole(self) -> Response:
         return self._final()
 
     def begin(self) -> list[Json]:
         response = self._response("in_progress", [])
-        return [
-            self._event("response.created", response=response),
-            self._event("response.in_progress", response=response),
-        ]
+        return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
-    def more(self, index: int, delta: Delta) -> list[Json]:
+    def delta_events(self, index: int, delta: Delta) -> list[Json]:
+        self._count(CHARACTER_BYTES * len(delta.text))
         return [event for change in self._push(delta) for event in self._events(change)]
 
     def end(self) -> list[Json]:
@@ -72,22 +189,19 @@ class ResponseAnswer(StreamedAnswer):
 
     def failed(self, error: ApiError) -> list[Json]:
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        response = self._response("failed", self._items()) | {"error": {"code": code, "message": error.message}}
+        response = self._response("failed", list(map(self._item, self._reader.blocks)))
+        response["error"] = {"code": code, "message": error.message}
         return [self._event("response.failed", response=response)]
 
     def _push(self, delta: Delta) -> list[Change]:
-        self._output_tokens += len(delta.tokens)
-        size = CHARACTER_BYTES * len(delta.text)
         if self._source.with_logprobs:
             before = len(self._tokens)
-            self._tokens.extend(map(self._token, delta.tokens))
-            size += len(self._tokens) - before
-        self.kept_bytes += size
-        self._held.take(size)
-        return self._reader.push(delta)
+            self._tokens.extend(chosen_logprob(token, self._tokenizer) for token in delta.tokens)
+            self._count(len(self._tokens) - before)
+        return super()._push(delta)
 
-    def _note(self, change: Change) -> Column:
-        """Keep what a change brings beside text. Returns the log probabilities that belong to it."""
+    def _note(self, change: Change) -> Column[ChosenLogprob]:
+        """Keep what a change brings in addition to text. Returns the log probabilities that belong to it."""
         block = change.block
         if isinstance(change, Opened):
             self._ids.append(_PREFIXES[block.kind] + uuid.uuid4().hex)
@@ -97,13 +211,13 @@ class ResponseAnswer(StreamedAnswer):
         tokens, self._tokens = self._tokens, Column()
         if block.kind != "text":
             return Column()
-        self._logprobs[block.number].append_json(tokens.json)
+        self._logprobs[block.number].append(tokens)
         return tokens
 
     def _events(self, change: Change) -> list[Json]:
         tokens = self._note(change)
         block = change.block
-        at: Json = {"output_index": block.number, "item_id": self._ids[block.number]}
+        at: dict[str, Any] = {"output_index": block.number, "item_id": self._ids[block.number]}
         match change:
             case Opened():
                 added = self._event(
@@ -116,7 +230,7 @@ class ResponseAnswer(StreamedAnswer):
             case Grew() if block.kind == "call":
                 return [self._event("response.function_call_arguments.delta", **at, delta=change.text)]
             case Grew():
-                more: Json = {"logprobs": tokens} if block.kind == "text" else {}
+                more: dict[str, Any] = {"logprobs": tokens} if block.kind == "text" else {}
                 return [self._event(f"{_text_event(block)}.delta", **at, content_index=0, delta=change.text, **more)]
             case Closed():
                 return [
@@ -124,12 +238,12 @@ class ResponseAnswer(StreamedAnswer):
                     self._event("response.output_item.done", output_index=block.number, item=self._item(block)),
                 ]
 
-    def _closing(self, block: Block, at: Json) -> list[Json]:
+    def _closing(self, block: Block, at: dict[str, Any]) -> list[Json]:
         if block.kind == "call":
             done = "response.function_call_arguments.done"
             return [self._event(done, **at, name=block.name, arguments=block.text)]
         logprobs = self._logprobs[block.number]
-        more: Json = {"logprobs": logprobs} if block.kind == "text" else {}
+        more: dict[str, Any] = {"logprobs": logprobs} if block.kind == "text" else {}
         part = self._part(block, logprobs, block.text)
         return [
             self._event(f"{_text_event(block)}.done", **at, content_index=0, text=block.text, **more),
@@ -137,53 +251,52 @@ class ResponseAnswer(StreamedAnswer):
         ]
 
     def _event(self, kind: str, **fields: object) -> Json:
-        event = {"type": kind, "sequence_number": self._sequence, **fields}
+        event: Json = {"type": kind, "sequence_number": self._sequence, **fields}
         self._sequence += 1
         return event
 
-    def _items(self) -> list[Json]:
-        return [self._item(block) for block in self._reader.blocks]
+    def _item(self, block: Block, begins: bool = False) -> Item:
+        """begins: the item before anything of it. The block may have grown since."""
+        status: Status = "in_progress" if begins else "completed" if block.complete else "incomplete"
+        head: ItemHead = {"id": self._ids[block.number], "status": status}
+        match block.kind:
+            case "call":
+                call: OutputCall = {
+                    **head,
+                    "type": "function_call",
+                    "call_id": block.call_id,
+                    "name": block.name,
+                    "arguments": "" if begins else block.text,
+                }
+                return call
+            case "text":
+                texts = [] if begins else [_output_text(block.text, self._logprobs[block.number])]
+                message: OutputMessage = {**head, "type": "message", "role": "assistant", "content": texts}
+                return message
+            case "reasoning":
+                parts: list[ReasoningPart] = [] if begins else [{"type": "reasoning_text", "text": block.text}]
+                reasoning: OutputReasoning = {
+                    **head,
+                    "type": "reasoning",
+                    "summary": [],
+                    "content": parts,
+                    "encrypted_content": None,
+                }
+                return reasoning
 
-    def _item(self, block: Block, begins: bool = False) -> Json:
-        status = "in_progress" if begins else "completed" if block.complete else "incomplete"
-        head: Json = {"id": self._ids[block.number], "status": status}
-        if block.kind == "call":
-            return head | {
-                "type": "function_call",
-                "call_id": block.call_id,
-                "name": block.name,
-                # A block may have grown since it began.
-                "arguments": "" if begins else block.text,
-            }
-        content = [] if begins else [self._part(block, self._logprobs[block.number], block.text)]
-        if block.kind == "text":
-            return head | {"type": "message", "role": "assistant", "content": content}
-        return head | {"type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
+    def _part(self, block: Block, logprobs: Column[ChosenLogprob], text: str) -> OutputText | ReasoningPart:
+        return {"type": "reasoning_text", "text": text} if block.kind == "reasoning" else _output_text(text, logprobs)
 
-    def _part(self, block: Block, logprobs: Column, text: str) -> Json:
-        if block.kind == "reasoning":
-            return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-    def _token(self, token: Token) -> Json:
-        top = [self._entry(*alternative) for alternative in token.top_logprobs]
-        return self._entry(token.token_id, token.logprob) | {"top_logprobs": top}
-
-    def _entry(self, token_id: int, logprob: float | None) -> Json:
-        return {
-            "token": self._tokenizer.piece(token_id),
-            "logprob": logprob,
-            "bytes": list(self._tokenizer.piece_bytes(token_id)),
-        }
-
-    def _final(self) -> Json:
+    def _final(self) -> Response:
         complete = self._reader.finish_reason == "stop"
-        response = self._response("completed" if complete else "incomplete", self._items())
-        if not complete:
-            return response | {"incomplete_details": {"reason": "max_output_tokens"}}
-        return response | {"completed_at": int(time.time())}
+        response = self._response("completed" if complete else "incomplete", list(map(self._item, self._reader.blocks)))
+        if complete:
+            response["completed_at"] = int(time.time())
+        else:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        return response
 
-    def _response(self, status: str, output: list[Json]) -> Json:
+    def _response(self, status: Status | Literal["failed"], output: list[Item]) -> Response:
         source, chat = self._source, self._prepared.request
         return {
             "id": self._prepared.request_id,
@@ -218,18 +331,19 @@ class ResponseAnswer(StreamedAnswer):
             "user": source.user,
         }
 
-    def _usage(self) -> Json:
+    def _usage(self) -> ResponseUsage:
         prompt_tokens = self._prepared.prompt_tokens
         return {
             "input_tokens": prompt_tokens,
-            "input_tokens_details": {
-                "cached_tokens": self._prepared.cached_tokens,
-                "cache_write_tokens": 0,
-            },
+            "input_tokens_details": {"cached_tokens": self._prepared.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": self._output_tokens,
             "output_tokens_details": {"reasoning_tokens": self._reader.reasoning_tokens},
             "total_tokens": prompt_tokens + self._output_tokens,
         }
+
+
+def _output_text(text: str, logprobs: Column[ChosenLogprob]) -> OutputText:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def _text_event(block: Block) -> str:

@@ -1,14 +1,36 @@
-"""What formats ask of a conversation in OpenAI's form."""
+"""Conversations in the form of OpenAI's chat API, as plain mappings that were validated before.
+
+A message has `role` (system, developer, user, assistant or tool), `content` (a string or None), and optionally
+`reasoning_content`, `tool_calls` ([{"id", "type": "function", "function": {"name", "arguments": JSON text}}]) and
+`tool_call_id`.
+"""
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-from gateway.formats.protocol import Message
 from gateway.formats.tools import parse_json
+
+Message: TypeAlias = Mapping[str, Any]
 
 RAW_ARGUMENTS = "arguments"
 """The argument under which a call's arguments are shown to the model when they are no JSON object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered conversation.
+
+    text: with special tokens, so it is tokenized without adding any. reasoning: the answer begins in reasoning.
+    """
+
+    text: str
+    reasoning: bool
+
+
+class FormatError(Exception):
+    """A conversation, or calls, that the format cannot express. The client gets the message (400)."""
 
 
 def content_of(message: Message) -> str:

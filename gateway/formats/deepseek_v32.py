@@ -1,30 +1,37 @@
 # ruff: noqa: RUF001 - the format has full-width bars
 """DeepSeek-V3.2's chat format, which no Jinja template describes.
 
-It is defined by `encoding/encoding_dsv32.py` in the deepseek-ai/DeepSeek-V3.2 checkpoint (and by the examples beside
+It is defined by `encoding/encoding_dsv32.py` in the deepseek-ai/DeepSeek-V3.2 checkpoint (and by the examples with
 it). What this encoder renders, that one renders in the same way. It departs only where that one fails or loses text:
 
 - developer messages: there, the user's turn of a search agent, and dropped with thinking when another turn follows.
   Clients of OpenAI's API write their instructions in one. So one that the model answers is rendered as there, one that
   another message of the client follows is rendered like a system message, and none is dropped;
-- a system message behind a user's turn or behind results: the model goes on behind it, not in front, and an
+- a system message after a user's turn or after results: the model goes on after it, not in front, and an
   empty line stands before it;
-- a conversation of nothing but system messages: the model goes on behind them;
+- a conversation of nothing but system messages: the model goes on after them;
 - tools: in the first message if that can hold them (as in the published examples), else in an empty system message;
 - results of calls: in the order of the calls, by their ids, whatever their order in the conversation. Where results are
   missing, the block of results ends all the same;
-- an assistant's message behind the last user message, with thinking, needs no reasoning.
+- an assistant's message after the last user message, with thinking, needs no reasoning.
 
-Reasoning is shown to the model only behind the last message of the user, that is within a loop of tool calls.
+Reasoning is shown to the model only after the last message of the user, that is within a loop of tool calls.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gateway.formats import dsml
-from gateway.formats.conversation import arguments_of, asks_for_thinking, content_of, to_json
+from gateway.formats.conversation import (
+    FormatError,
+    Message,
+    Prompt,
+    arguments_of,
+    asks_for_thinking,
+    content_of,
+    to_json,
+)
 from gateway.formats.dsml import MARK
-from gateway.formats.protocol import FormatError, Message, Prompt
 from gateway.formats.tools import Tool
 
 BEGIN = "<｜begin▁of▁sentence｜>"
@@ -74,7 +81,7 @@ Here are the functions available in JSONSchema format:
 
 
 def render(
-    messages: Sequence[Message], tools: Sequence[Tool], *, thinking: bool | None, variables: Mapping[str, Any]
+    messages: Sequence[Message], tools: Sequence[Tool], thinking: bool | None, variables: Mapping[str, Any]
 ) -> Prompt:
     """The prompt. The model reasons only if it is asked to, as in DeepSeek's API. Raises FormatError.
 
@@ -141,7 +148,7 @@ class _Conversation:
         return self._role(index) in ("system", "developer") and not self._is_turn(index)
 
     def _go(self, index: int) -> str:
-        """What makes the model go on, behind the last message of a turn or of results."""
+        """What makes the model go on, after the last message of a turn or of results."""
         if self._is_instruction(index + 1) or self._role(index) == self._role(index + 1) == "tool":
             return ""
         before = index

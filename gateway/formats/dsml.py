@@ -14,7 +14,7 @@ A value with string="true" is the text as it stands; one with string="false" is 
 twice is an error. Unlike there, any white space may stand between the tags, and the closing tag of all calls may lack.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from gateway.formats.conversation import to_json
@@ -37,20 +37,9 @@ _LINE = "\n"
 
 
 class DsmlParser(CallParser):
-    """Reads `OPENER`, calls and `CLOSER`. Calls behind a broken one, in the same block, are content as well."""
+    """Reads `OPENER`, calls and `CLOSER`. Calls after a broken one, in the same block, are content as well."""
 
     opener = OPENER
-
-    def __init__(
-        self,
-        tools: ToolSet,
-        *,
-        end_of_reasoning: str | None,
-        whole_calls: bool = False,
-        new_id: Callable[[], str] | None = None,
-    ) -> None:
-        self._headers = {f'{name}">': name for name in tools.names}
-        super().__init__(tools, end_of_reasoning=end_of_reasoning, whole_calls=whole_calls, new_id=new_id)
 
     def _read_calls(self) -> Steps[None]:
         yield from self._spaced(INVOKE)
@@ -61,8 +50,8 @@ class DsmlParser(CallParser):
                 return
 
     def _invoke(self) -> Steps[None]:
-        header = yield from self._literal(*self._headers)
-        name = self._headers[header]
+        header = yield from self._literal(*(f'{name}">' for name in self._tools.names))
+        name = header.removesuffix('">')
         while (yield from self._spaced(PARAMETER, END_OF_INVOKE)) == PARAMETER:
             key = yield from self._word('"')
             is_string = (yield from self._literal(_STRING, _JSON)) == _STRING
@@ -87,7 +76,7 @@ def render(name: str, arguments: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *([] if arguments else [""]), END_OF_INVOKE])
 
 
-def grammar(tools: ToolSet, *, parallel: bool, marker_ids: Mapping[str, int]) -> str:
+def grammar(tools: ToolSet, parallel: bool, marker_ids: Mapping[str, int]) -> str:
     """A grammar of an answer that is nothing but calls of these tools."""
     rules = CallGrammar(marker_ids)
     calls = []

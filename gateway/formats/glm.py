@@ -29,7 +29,7 @@ _WORD = re.compile(r"[^\s<]*")
 
 
 class GlmParser(CallParser):
-    """Reads one call behind each opener. White space may stand between the tags, as GLM-4.5 writes it."""
+    """Reads one call after each opener. White space may stand between the tags, as GLM-4.5 writes it."""
 
     opener = OPENER
 
@@ -77,7 +77,7 @@ def _json_or_string(text: str, types: frozenset[str] | None) -> str:
     return text.strip()
 
 
-def grammar(tools: ToolSet, *, parallel: bool, marker_ids: Mapping[str, int]) -> str:
+def grammar(tools: ToolSet, parallel: bool, marker_ids: Mapping[str, int]) -> str:
     """A grammar of an answer that is nothing but calls of these tools."""
     rules = CallGrammar(marker_ids)
     calls = []

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from control.grammar import MAX_LARK
-from gateway.formats.protocol import FormatError
+from gateway.formats.conversation import FormatError
 
 _DEFINITIONS = ("$defs", "definitions")
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -73,7 +73,7 @@ class CallGrammar:
         return [piece for piece in [*pieces, text[start:]] if piece]
 
     def string(self, name: str, schema: Mapping[str, Any], end: str) -> str:
-        """A string as it stands and the marker `end` behind it."""
+        """A string as it stands and the marker `end` after it."""
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         strings = [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
         if strings:

@@ -23,7 +23,7 @@ _END = "}\n" + CLOSER
 
 
 class HermesParser(CallParser):
-    """Reads one call behind each opener. It is held back until it is complete: arguments may come before the name."""
+    """Reads one call after each opener. It is held back until it is complete: arguments may come before the name."""
 
     opener = OPENER
 
@@ -44,7 +44,7 @@ class HermesParser(CallParser):
         self._end(name)
 
 
-def grammar(tools: ToolSet, *, parallel: bool, marker_ids: Mapping[str, int]) -> str:
+def grammar(tools: ToolSet, parallel: bool, marker_ids: Mapping[str, int]) -> str:
     """A grammar of an answer that is nothing but calls of these tools."""
     rules = CallGrammar(marker_ids)
     calls = []

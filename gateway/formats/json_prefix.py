@@ -10,23 +10,9 @@ _MAX_NUMBER = 1000
 
 _SPACE = " \t\n\r"
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
-_NUMBERS = {
-    # What may follow in a number, by the state it is in; the states in which it may end are in _ENDS.
-    "sign": {"0": "zero", "1-9": "integer"},
-    "zero": {".": "point", "eE": "exponent"},
-    "integer": {"0-9": "integer", ".": "point", "eE": "exponent"},
-    "point": {"0-9": "fraction"},
-    "fraction": {"0-9": "fraction", "eE": "exponent"},
-    "exponent": {"+-": "exponent_sign", "0-9": "power"},
-    "exponent_sign": {"0-9": "power"},
-    "power": {"0-9": "power"},
-}
-_ENDS = {"zero", "integer", "fraction", "power"}
-_CLASSES = {"1-9": "123456789", "0-9": "0123456789", "+-": "+-", "eE": "eE", ".": ".", "0": "0"}
-_STEPS = {
-    state: {character: after for name, after in steps.items() for character in _CLASSES[name]}
-    for state, steps in _NUMBERS.items()
-}
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_NUMBER_PREFIX = re.compile(r"-?(0|[1-9][0-9]*)?((?<=[0-9])\.[0-9]*)?((?<=[0-9])[eE][+-]?[0-9]*)?")
+_NAMES = ("true", "false", "null")
 
 
 class _Expects(Enum):
@@ -55,15 +41,17 @@ class JsonPrefix:
         self._is_key = False
         self._escape = ""
         """An escape sequence in a string, as far as it was read."""
-        self._name = ""
-        """What is still to come of true, false or null."""
-        self._number: str | None = None
-        self._digits = 0
+        self._scalar = ""
+        """A number or a name, as far as it was read."""
 
     @property
     def complete(self) -> bool:
         """Whether the text is a value. (Of a number, more may come.)"""
-        return self._expects is _Expects.NOTHING or (not self._open and self._number in _ENDS)
+        return self._expects is _Expects.NOTHING or (not self._open and self._scalar_is_complete)
+
+    @property
+    def _scalar_is_complete(self) -> bool:
+        return self._scalar in _NAMES or _NUMBER.fullmatch(self._scalar) is not None
 
     def read(self, text: str) -> int:
         """How many characters of the text continue the value. If it is not all of them, it cannot be continued."""
@@ -80,20 +68,11 @@ class JsonPrefix:
     def _take(self, character: str) -> bool:
         if self._in_string:
             return self._take_in_string(character)
-        if self._name:
-            if character != self._name[0]:
-                return False
-            self._name = self._name[1:]
-            if not self._name:
-                self._value_ends()
-            return True
-        if self._number is not None:
-            after = _STEPS[self._number].get(character)
-            if after is not None:
-                self._number = after
-                self._digits += 1
-                return self._digits <= _MAX_NUMBER
-            if self._number not in _ENDS:
+        if self._scalar:
+            if self._begins_scalar(self._scalar + character):
+                self._scalar += character
+                return len(self._scalar) <= _MAX_NUMBER
+            if not self._scalar_is_complete:
                 return False
             self._value_ends()
         return character in _SPACE or self._take_token(character)
@@ -148,15 +127,16 @@ class JsonPrefix:
             self._open.append("]" if character == "[" else "}")
             self._expects = _Expects.VALUE_OR_END if character == "[" else _Expects.KEY_OR_END
             return len(self._open) <= MAX_DEPTH
-        elif character in "tfn":
-            self._name = {"t": "rue", "f": "alse", "n": "ull"}[character]
-        elif character == "-" or character in _STEPS["sign"]:
-            self._number = "sign" if character == "-" else _STEPS["sign"][character]
-            self._digits = 1
+        elif self._begins_scalar(character):
+            self._scalar = character
         else:
             return False
         return True
 
+    @staticmethod
+    def _begins_scalar(text: str) -> bool:
+        return _NUMBER_PREFIX.fullmatch(text) is not None or any(name.startswith(text) for name in _NAMES)
+
     def _value_ends(self) -> None:
-        self._number = None
+        self._scalar = ""
         self._expects = _Expects.COMMA_OR_END if self._open else _Expects.NOTHING

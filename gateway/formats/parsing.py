@@ -4,12 +4,56 @@ import json
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
 
 from gateway.formats.json_prefix import JsonPrefix
-from gateway.formats.protocol import CallArguments, CallBegin, CallEnd, ContentDelta, Event, ReasoningDelta
 from gateway.formats.reading import Malformed, PieceReader, Steps, overlap
 from gateway.formats.tools import ToolSet
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More text of the reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """More text of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """A tool call whose name is one of the request's tools. index: 0, 1, ... within the answer."""
+
+    index: int
+    call_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of the JSON text of a call's arguments. The first piece begins with "{"."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """The call is complete: its arguments, put together, are one JSON object.
+
+    A call without this event was cut off or broke: its arguments are no JSON, because their end is missing.
+    """
+
+    index: int
+
+
+Event: TypeAlias = ReasoningDelta | ContentDelta | CallBegin | CallArguments | CallEnd
 
 
 class CallParser(PieceReader, ABC):
@@ -27,7 +71,7 @@ class CallParser(PieceReader, ABC):
     A call that breaks before it is certain is content, from its marker on. If it breaks later, its arguments stay
     without their end (no JSON, no CallEnd), and content goes on with the piece that broke: the whole argument where
     only its value was wrong. So all text is given out, as content or as the value of an argument, except for the
-    markup and the white space of what was understood. The answer is read on behind the break.
+    markup and the white space of what was understood. The answer is read on after the break.
     """
 
     opener: ClassVar[str]
@@ -41,7 +85,11 @@ class CallParser(PieceReader, ABC):
         whole_calls: bool = False,
         new_id: Callable[[], str] | None = None,
     ) -> None:
-        """end_of_reasoning: None if the answer does not begin in reasoning."""
+        """end_of_reasoning: None if the answer does not begin in reasoning.
+
+        whole_calls: give a call only when it is complete, as is right for answers that do not stream. A call that
+        breaks or is cut off is text then. new_id: names the calls; by default "call_" and random digits.
+        """
         super().__init__()
         self._tools = tools
         self._whole_calls = whole_calls
@@ -56,6 +104,7 @@ class CallParser(PieceReader, ABC):
         """Whether a call has begun, in `_events` or in `_waiting`."""
         self._keys: set[str] = set()
         self.only_content = False
+        """Whatever is pushed from now on is content and comes back as it is, so it need not be pushed."""
         self._steps = self._answer(end_of_reasoning)
         next(self._steps)
 
@@ -95,7 +144,7 @@ class CallParser(PieceReader, ABC):
                 self._break()
 
     def _content(self) -> Steps[bool]:
-        """Give out content. Returns true behind an opener, false at the end of the answer."""
+        """Give out content. Returns true after an opener, false at the end of the answer."""
         self.only_content = not self._tools
         while True:
             end = len(self._text)
@@ -132,7 +181,7 @@ class CallParser(PieceReader, ABC):
         self._waiting.clear()
         text = "".join(self._taken)
         self._taken.clear()
-        # White space behind the last call of an answer that ends there.
+        # White space after the last call of an answer that ends there.
         if not (self._finished and self._calls and text.isspace()):
             self._give_content(text)
 
@@ -240,7 +289,7 @@ class CallParser(PieceReader, ABC):
 
 
 class TextParser(CallParser):
-    """Reasoning and content of a format whose calls are not known: everything behind the reasoning is content."""
+    """Reasoning and content of a format whose calls are not known: everything after the reasoning is content."""
 
     opener = ""
 

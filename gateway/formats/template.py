@@ -3,8 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from gateway.formats.conversation import arguments_of, content_of
-from gateway.formats.protocol import Message, Prompt
+from gateway.formats.conversation import Message, Prompt, arguments_of, content_of
 from gateway.formats.tools import Tool
 
 ApplyTemplate: TypeAlias = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, Mapping[str, Any]], str]
@@ -26,7 +25,7 @@ class TemplateRenderer:
         self._begin_of_reasoning = begin_of_reasoning
 
     def __call__(
-        self, messages: Sequence[Message], tools: Sequence[Tool], *, thinking: bool | None, variables: Mapping[str, Any]
+        self, messages: Sequence[Message], tools: Sequence[Tool], thinking: bool | None, variables: Mapping[str, Any]
     ) -> Prompt:
         """The prompt. Raises whatever `apply` raises.
 

@@ -48,23 +48,10 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]
 _T = TypeVar("_T")
 
 
-def _form(value: object) -> str:
-    return "<text>" if isinstance(value, str) else "<list>"
-
-
-TextOr = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[_T], Tag("<list>")],
-    Discriminator(_form),
-]
+TEXT_OR_OTHER = Discriminator(lambda value: "<text>" if isinstance(value, str) else "<other>")
+"""Tells a string, which is tagged `<text>`, from anything else, which is tagged `<other>`."""
+TextOr = Annotated[Annotated[str, Tag("<text>")] | Annotated[list[_T], Tag("<other>")], TEXT_OR_OTHER]
 """Text, or a list of pieces."""
-
-
-def _is_object(value: object) -> str:
-    return "<text>" if isinstance(value, str) else "<object>"
-
-
-TEXT_OR_OBJECT = Discriminator(_is_object)
-"""Tells a string, which is tagged `<text>`, from an object, which is tagged `<object>`."""
 
 
 def kinds(expected: str, default: str | None = None) -> Discriminator:

@@ -13,7 +13,7 @@ MAX_TOOLS = 512
 TemplateName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
 TemplateValue = bool | int | float | Annotated[str, Field(max_length=MAX_STOP_CHARS)] | None
 """Switches for a chat template. Structures are refused: templates are not written to be safe with them."""
-
+TemplateVariables = Annotated[dict[TemplateName, TemplateValue], Field(max_length=MAX_STOPS)]
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
@@ -124,7 +124,7 @@ class ChatCompletionRequest(GenerationRequest):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    chat_template_kwargs: Annotated[dict[TemplateName, TemplateValue], Field(max_length=MAX_STOPS)] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> "ChatCompletionRequest":

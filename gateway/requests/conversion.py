@@ -11,40 +11,16 @@ from pydantic import ValidationError
 
 from gateway.errors import ApiError
 from gateway.requests.body import RequestBody, invalid
-from gateway.requests.chat import ChatCompletionRequest
+from gateway.requests.chat import ChatCompletionRequest, TemplateVariables
+from gateway.requests.generation import CommonFields
 from gateway.requests.unsupported import NEUTRAL, FieldPolicy, Neutral
 
-SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "stop",
-    "min_tokens",
-    "stop_token_ids",
-    "ignore_eos",
-    "skip_special_tokens",
-    "priority",
-    "cache_salt",
-    "chat_template_kwargs",
-)
-"""Fields of a chat completion that have the same name and meaning at the other endpoints, as they have in vLLM."""
+_PASSED_ON = {*CommonFields.model_fields, "chat_template_kwargs"}
 
 
-class ConvertedRequest(RequestBody):
-    """The body of an endpoint that is answered by way of a chat completion.
+class ConvertedRequest(RequestBody, CommonFields):
+    """The body of an endpoint that is answered by way of a chat completion."""
 
-    `SAMPLING_FIELDS` are not declared, but passed on, and the chat completion validates them.
-    """
-
-    id_prefix: ClassVar[str]
     names: ClassVar[Mapping[str, str]]
     """By the name of a chat completion's field, its name here."""
     neutral: ClassVar[Neutral]
@@ -52,19 +28,18 @@ class ConvertedRequest(RequestBody):
 
     model: str | None = None
     stream: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
 
     @abstractmethod
     def chat_fields(self) -> dict[str, Any]:
-        """The body of the chat completion, without `model`, `stream` and `SAMPLING_FIELDS`."""
+        """The body of the chat completion, without `model`, `stream` and the fields that have the same name."""
 
     def check_fields(self, policy: FieldPolicy) -> None:
-        others = {name: value for name, value in (self.model_extra or {}).items() if name not in SAMPLING_FIELDS}
-        policy.check(others, {**NEUTRAL, **self.neutral})
+        policy.check(self.model_extra or {}, {**NEUTRAL, **self.neutral})
 
-    def as_chat(self, policy: FieldPolicy) -> ChatCompletionRequest:
-        """Raises ApiError for what a chat completion refuses, too."""
-        given = self.model_extra or {}
-        fields = {name: given[name] for name in SAMPLING_FIELDS if name in given}
+    def generation(self, policy: FieldPolicy) -> ChatCompletionRequest:
+        """The chat completion that the body asks for. Raises ApiError for what that refuses, too."""
+        fields = {name: getattr(self, name) for name in _PASSED_ON & self.model_fields_set}
         try:
             chat = ChatCompletionRequest.model_validate(
                 {"model": self.model, "stream": self.stream, **fields, **self.chat_fields()}

@@ -1,8 +1,9 @@
-"""What the bodies of OpenAI's endpoints that generate have in common."""
+"""What bodies that ask for generated text have in common, and how they become `control.messages.Sampling`."""
 
 import secrets
 from abc import ABC, abstractmethod
-from typing import Annotated, ClassVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
@@ -60,19 +61,12 @@ class StreamOptions(Piece):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(RequestBody, StructureFields, ABC):
-    """The fields of OpenAI's endpoints, and vLLM's additions to them."""
+class CommonFields(Piece):
+    """Fields that have the same name and meaning at all endpoints that generate, as they have in vLLM.
 
-    prompt_field: ClassVar[str]
-    default_tokens: ClassVar[int | None]
-    """How many tokens to generate by default; None: as many as the context has room for."""
-    neutral: ClassVar[Neutral]
-    """Like `unsupported.NEUTRAL`, for this endpoint alone."""
+    Those of `Sampling` that mean the same there are passed on by their name.
+    """
 
-    model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -92,15 +86,39 @@ class GenerationRequest(RequestBody, StructureFields, ABC):
     stop: Annotated[list[str], PlainValidator(_stops, json_schema_input_type=_StopInput)] = Field(default_factory=list)
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
+
+
+class GenerationRequest(RequestBody, CommonFields, StructureFields, ABC):
+    """The fields of OpenAI's endpoints, and vLLM's additions to them."""
+
+    prompt_field: ClassVar[str]
+    default_tokens: ClassVar[int | None]
+    """How many tokens to generate by default; None: as many as the context has room for."""
+    neutral: ClassVar[Neutral]
+    """Like `unsupported.NEUTRAL`, for this endpoint alone."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: Alternatives | None = None
+
+    def generation(self, policy: FieldPolicy) -> Self:
+        """The body itself: the other endpoints' bodies become one of these."""
+        return self
+
+    @staticmethod
+    def renaming() -> AbstractContextManager[None]:
+        """Errors keep the names of fields."""
+        return nullcontext()
 
     @model_validator(mode="after")
     def _prompt_logprobs_need_a_whole_answer(self) -> "GenerationRequest":
@@ -155,21 +173,16 @@ class GenerationRequest(RequestBody, StructureFields, ABC):
 
     def sampling(self, tokenizer: CheckpointTokenizer) -> Sampling:
         """How the first answer is drawn; the following ones have the seeds that follow. Raises ApiError."""
-        return Sampling(
-            temperature=_given(self.temperature, 1.0),
-            top_p=_given(self.top_p, 1.0),
-            top_k=max(0, self.top_k or 0),
-            min_p=self.min_p or 0.0,
-            seed=secrets.randbits(63) if self.seed is None else self.seed % 2**63,
-            top_logprobs=self.requested_logprobs(),
-            frequency_penalty=self.frequency_penalty or 0.0,
-            presence_penalty=self.presence_penalty or 0.0,
-            repetition_penalty=_given(self.repetition_penalty, 1.0),
-            logit_bias=tuple(self._biases(tokenizer.vocab_size).items()),
-            allowed_token_ids=self._allowed(tokenizer.vocab_size),
-            bad_words=self._bad_words(tokenizer),
-            min_tokens=self.min_tokens or 0,
-        )
+        given = {name: getattr(self, name) for name in _SAME_NAME}
+        own = {
+            "top_k": max(0, self.top_k or 0),
+            "seed": secrets.randbits(63) if self.seed is None else self.seed % 2**63,
+            "top_logprobs": self.requested_logprobs(),
+            "logit_bias": tuple(self._biases(tokenizer.vocab_size).items()),
+            "allowed_token_ids": self._allowed(tokenizer.vocab_size),
+            "bad_words": self._bad_words(tokenizer),
+        }
+        return Sampling(**{name: value for name, value in {**given, **own}.items() if value is not None})
 
     def max_new_tokens(self, prompt_tokens: int, capacity: Capacity) -> int:
         """How many tokens to generate. Raises ApiError if prompt or output is longer than `capacity`."""
@@ -235,5 +248,4 @@ class GenerationRequest(RequestBody, StructureFields, ABC):
         return tuple(spellings)
 
 
-def _given(value: float | None, default: float) -> float:
-    return default if value is None else value
+_SAME_NAME = Sampling.model_fields.keys() & CommonFields.model_fields.keys()

@@ -1,6 +1,7 @@
 """What the text of an answer has to look like: OpenAI's `response_format` and vLLM's `structured_outputs`."""
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -69,32 +70,25 @@ class StructureFields(Piece):
         form, outputs = self.response_format, self.structured_outputs or StructuredOutputs()
         schema = form.json_schema.schema_ if form and form.type == "json_schema" and form.json_schema else None
         return {
-            "response_format": JSON_OBJECT if form and form.type == "json_object" else _schema(schema),
-            "structured_outputs.json": _schema(outputs.json_),
-            "structured_outputs.regex": _regex(outputs.regex),
-            "structured_outputs.choice": _choice(outputs.choice),
-            "structured_outputs.grammar": _grammar(outputs.grammar),
+            "response_format": JSON_OBJECT if form and form.type == "json_object" else _made("json", schema),
+            "structured_outputs.json": _made("json", outputs.json_),
+            **{f"structured_outputs.{kind}": _made(kind, getattr(outputs, kind)) for kind in _MAKERS if kind != "json"},
             "structured_outputs.json_object": JSON_OBJECT if outputs.json_object else None,
-            "guided_json": _schema(self.guided_json),
-            "guided_regex": _regex(self.guided_regex),
-            "guided_choice": _choice(self.guided_choice),
-            "guided_grammar": _grammar(self.guided_grammar),
+            **{f"guided_{kind}": _made(kind, getattr(self, f"guided_{kind}")) for kind in _MAKERS},
         }
 
 
-def _schema(schema: dict[str, Any] | str | None) -> Node | None:
-    if schema is None:
-        return None
+def _schema(schema: dict[str, Any] | str) -> Node:
     return JsonSchema(schema_text=schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False))
 
 
-def _regex(pattern: str | None) -> Node | None:
-    return None if pattern is None else Regex(pattern=pattern)
+_MAKERS: dict[str, Callable[[Any], Node]] = {
+    "json": _schema,
+    "regex": lambda pattern: Regex(pattern=pattern),
+    "choice": lambda options: TextChoice(options=tuple(options)),
+    "grammar": lambda text: Lark(grammar=text),
+}
 
 
-def _choice(options: list[str] | None) -> Node | None:
-    return None if options is None else TextChoice(options=tuple(options))
-
-
-def _grammar(text: str | None) -> Node | None:
-    return None if text is None else Lark(grammar=text)
+def _made(kind: str, value: Any) -> Node | None:
+    return None if value is None else _MAKERS[kind](value)

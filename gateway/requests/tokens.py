@@ -7,8 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from control.messages import TokenId
 from gateway.requests.body import RequestBody
-from gateway.requests.chat import MAX_TOOLS, ChatMessage, TemplateName, TemplateValue, ToolDefinition
-from gateway.requests.generation import MAX_STOPS
+from gateway.requests.chat import MAX_TOOLS, ChatMessage, TemplateVariables, ToolDefinition
 from gateway.requests.unsupported import NEUTRAL, FieldPolicy, Neutral
 
 
@@ -25,7 +24,7 @@ class TokenizeRequest(RequestBody):
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
-    chat_template_kwargs: Annotated[dict[TemplateName, TemplateValue], Field(max_length=MAX_STOPS)] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 

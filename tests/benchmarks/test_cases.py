@@ -1,37 +1,44 @@
-"""What is swept follows from the flags."""
+"""What is swept follows from the flags, and what cannot be measured is refused."""
+
+from collections.abc import Callable
 
 import pytest
+import torch
 
 from base.errors import StartupError
+from benchmarks import attention, top_k
+from benchmarks.decode.bench import run_decode_bench
+from benchmarks.decode.config import DecodeBench
 from benchmarks.flags import parse_choices, parse_numbers, parse_rates
-from benchmarks.transfer.cases import DEFAULT, QUICK, Case, Fragmentation, Protocol, Sweep
+from benchmarks.prefill.bench import run_prefill_bench
+from benchmarks.prefill.config import PrefillBench
+from benchmarks.transfer.cases import DEFAULT, QUICK, Case, Protocol, Sweep
 
 
-def test_flags_may_be_repeated_and_take_lists_and_multiples() -> None:
+def test_flags_may_be_repeated_and_take_lists_multiples_and_fractions() -> None:
     assert parse_numbers("--tokens", ["2048, 8K", "1m"]) == (2048, 8192, 1 << 20)
     assert parse_choices("--protocol", ["tcp,shm"], Protocol) == (Protocol.TCP, Protocol.SHM)
     assert parse_numbers("--tokens", None) == ()
-
-
-@pytest.mark.parametrize("word", ["many", "", "8K,", "K"])
-def test_a_word_that_is_no_number_is_refused_by_name(word: str) -> None:
-    with pytest.raises(StartupError, match=f"--tokens {word}: expected numbers"):
-        parse_numbers("--tokens", [word])
-
-
-def test_a_rate_may_be_a_fraction_or_infinite() -> None:
     assert parse_rates("--request-rate", ["0.5,8", "inf"]) == (0.5, 8.0, float("inf"))
 
 
-@pytest.mark.parametrize("word", ["fast", "0", "-1", "nan", ""])
-def test_a_word_that_is_no_rate_is_refused_by_name(word: str) -> None:
-    with pytest.raises(StartupError, match=f"--request-rate {word}: expected numbers above 0"):
-        parse_rates("--request-rate", [word])
-
-
-def test_a_word_that_is_no_choice_is_refused_by_name() -> None:
-    with pytest.raises(StartupError, match="--protocol udp: expected tcp or rdma or shm"):
-        parse_choices("--protocol", ["udp"], Protocol)
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        *((f"--tokens {word}", "numbers") for word in ("many", "", "8K,", "K")),
+        *((f"--request-rate {word}", "numbers above 0") for word in ("fast", "0", "-1", "nan", "")),
+        ("--protocol udp", "tcp or rdma or shm"),
+    ],
+)
+def test_a_word_that_is_no_value_is_refused_by_name(words: str, expected: str) -> None:
+    flag, _, word = words.partition(" ")
+    parse: dict[str, Callable[[], object]] = {
+        "--tokens": lambda: parse_numbers(flag, [word]),
+        "--request-rate": lambda: parse_rates(flag, [word]),
+        "--protocol": lambda: parse_choices(flag, [word], Protocol),
+    }
+    with pytest.raises(StartupError, match=f"{words}: expected {expected}"):
+        parse[flag]()
 
 
 def test_a_sweep_combines_what_is_given_and_leaves_the_rest() -> None:
@@ -39,17 +46,29 @@ def test_a_sweep_combines_what_is_given_and_leaves_the_rest() -> None:
     cases = sweep.cases(quick=False)
     assert len(cases) == len(set(cases)) == 8
     assert {case.layers for case in cases} == {Case().layers}
-
-
-def test_without_a_wish_the_promised_cases_are_measured() -> None:
-    assert Sweep().cases(quick=False) == list(DEFAULT)
-    assert Sweep().cases(quick=True) == list(QUICK)
-    for source in Fragmentation:
-        assert Case(tokens=32768, layers=8, item_bytes=1152, source=source) in DEFAULT
-    assert Case(tokens=32768, destination=Fragmentation.PAGES) in DEFAULT
-    assert Case(protocol=Protocol.SHM, source=Fragmentation.ITEMS, destination=Fragmentation.ITEMS) in DEFAULT
-
-
-def test_a_size_below_one_is_refused() -> None:
+    assert (Sweep().cases(quick=False), Sweep().cases(quick=True)) == (list(DEFAULT), list(QUICK))
     with pytest.raises(StartupError, match="--page-size 0: expected at least 1"):
         Sweep(page_size=(0,)).cases(quick=False)
+
+
+@pytest.mark.parametrize(
+    "bench",
+    [
+        attention.main,
+        top_k.main,
+        lambda: run_decode_bench(DecodeBench()),
+        lambda: run_prefill_bench(PrefillBench()),
+    ],
+)
+def test_a_benchmark_of_gpus_says_that_none_is_there(
+    bench: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(StartupError, match="CUDA device"):
+        bench()
+
+
+@pytest.mark.parametrize("name", ["torch", "torch:no_such_function", "no_such_module:top"])
+def test_something_beside_that_is_not_there_is_refused(name: str) -> None:
+    with pytest.raises(StartupError, match=f"--beside {name}: expected module:function"):
+        top_k._imported(name)

@@ -7,9 +7,8 @@ import pytest
 import structlog
 
 from benchmarks import loading
-from benchmarks.loading import cached_share, forget, main
+from benchmarks.loading import main
 from model.families import published_config
-from tests.skips import impossible
 
 
 def small(path: Path) -> dict[str, object]:
@@ -38,13 +37,3 @@ def test_what_is_written_is_loaded_and_timed(
     assert out.count("loading, cached") == 2
     assert out.count("dd, not cached") == 2
     assert "loading, not cached" in out
-
-
-def test_what_is_cached_can_be_told(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_bytes(bytes(8 << 20))
-    assert cached_share([file]) == 1
-    forget([file])
-    if (cached := cached_share([file])) == 1:
-        pytest.skip(impossible("its file systems keep what they are told to forget"))
-    assert cached < 0.5

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from benchmarks.logits.checkpoint import PublishedShape, random_checkpoint
-from benchmarks.logits.compare import Distance, compare
 from benchmarks.logits.forced import forced_logits
 from benchmarks.logits.plain import EXACT, PlainNetwork
 from model.loader import load_model
@@ -37,25 +36,3 @@ def test_in_float32_the_plain_network_is_the_served_one(shape: PublishedShape, t
     expected = PlainNetwork(checkpoint.tensors, checkpoint.config, EXACT).logits(text, 30)
     served = forced_logits(load_model(tmp_path / "model", torch.float32, CPU), text, (16, 8, 5, 1), chunk=100)
     torch.testing.assert_close(served, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_both_kv_formats_are_compared_at_each_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU dequantises weights, so what is served there is nearer to float32."""
-    monkeypatch.setattr("benchmarks.logits.compare.STEPS", (32, 16, 1))
-    results = list(compare("deepseek-v3.2", [60], CPU, SIZES))
-    assert [result.kv_cache_dtype for result in results] == ["bfloat16", "fp8_e4m3"]
-    for result in results:
-        assert result.all_selected
-        assert 0 < result.ours.mean < result.plain.mean < 0.2 * result.scale
-    bfloat16, fp8 = results
-    assert bfloat16.ours.mean < fp8.ours.mean
-
-
-def test_a_distance_is_of_all_logits() -> None:
-    exact = torch.zeros(10, 20)
-    logits = exact.clone()
-    logits[0, :3] = torch.tensor([5.0, -4.0, 3.0])
-    assert Distance.of(logits, exact) == Distance(pytest.approx(12 / 200), 3.0)
-    logits[1, 1] = float("nan")
-    with pytest.raises(ValueError, match="not finite"):
-        Distance.of(logits, exact)

@@ -1,11 +1,7 @@
 """Questions for pass keys: what they look like, which answers are right, and the report on a service that was asked."""
 
-import json
 import re
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, ClassVar
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -16,9 +12,10 @@ from benchmarks.passkey import BEGIN_ID, CHECKPOINT, CONTEXT_LENGTH
 from benchmarks.passkey.__main__ import main
 from benchmarks.passkey.exam import questions
 from benchmarks.passkey.question import KEYS, make_question
-from benchmarks.passkey.text import reference_text
 from benchmarks.serving.services import Local, variant
+from benchmarks.serving.stub import MODEL, Reply
 from gateway.tokenizer import CheckpointTokenizer
+from tests.benchmarks.conftest import Json
 
 SENTENCE = re.compile(r"^The pass key of (\w+) is (\d{5})\.$", re.MULTILINE)
 
@@ -40,18 +37,6 @@ def test_a_prompt_has_as_many_tokens_as_asked_for(length: int) -> None:
     ids = CheckpointTokenizer(str(CHECKPOINT)).encode(make_question("0", length).prompt, special_tokens=True)
     assert len(ids) == length
     assert ids[0] == BEGIN_ID
-
-
-@pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 1.0])
-def test_the_key_lies_as_deep_as_asked_for(depth: float) -> None:
-    for seed in range(5):
-        question = make_question(str(seed), 4096, depth)
-        assert question.place / len(question.text) == pytest.approx(depth, abs=0.1)
-
-
-def test_the_text_around_the_keys_is_that_of_the_reference() -> None:
-    question = make_question("0", 4096)
-    assert SENTENCE.sub("\0", question.text).replace("\0\n", "") in reference_text()
 
 
 def test_lengths_that_cannot_be_are_refused() -> None:
@@ -77,55 +62,33 @@ def test_an_answer_is_right_if_its_first_number_is_the_key(answer: str, is_right
     assert question.is_answered_by(answer.replace("KEY", question.key)) is is_right
 
 
-class Scholar(BaseHTTPRequestHandler):
+class Scholar:
     """Reads the key in the prompt, and gets every question wrong whose prompt has 512 tokens."""
 
-    asked: ClassVar[list[dict[str, Any]]] = []
+    def __init__(self) -> None:
+        self.asked: list[Json] = []
 
-    def do_GET(self) -> None:
-        self._say({"data": [{"id": "scholar"}]})
-
-    def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    async def answer(self, request: Json, reply: Reply) -> None:
         self.asked.append(request)
         prompt = request["prompt"]
-        word = prompt.split()[-2].removesuffix("?")
-        key = dict(SENTENCE.findall(prompt))[word]
+        key = dict(SENTENCE.findall(prompt))[prompt.split()[-2].removesuffix("?")]
         tokens = 1 + len(prompt.removeprefix("<|begin|>"))
-        self._say({"choices": [{"text": key if tokens != 512 else key[::-1] + "0"}]})
-
-    def _say(self, content: object) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
+        reply.whole(200, {"choices": [{"text": key if tokens != 512 else key[::-1] + "0"}]})
 
 
-@pytest.fixture
-def scholar() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Scholar)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_an_exam_counts_by_length_and_quotes_what_is_wrong(scholar: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Scholar.asked.clear()
-    main(base_urls=[f"one={scholar}", f"two={scholar}"], lengths="512,1K", count=3)
+def test_an_exam_counts_by_length_and_quotes_what_is_wrong(
+    stub: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scholar = Scholar()
+    url = stub(scholar.answer)
+    main(base_urls=[f"one={url}", f"two={url}"], lengths="512,1K", count=3)
     output = capsys.readouterr().out
     for label in ("one", "two"):
         assert re.search(rf"^{label} +0 of 3 +3 of 3 *$", output, re.MULTILINE), output
         assert len(re.findall(rf"^{label}: 512 tokens, \w+: \d{{5}}, answered '", output, re.MULTILINE)) == 3
-    assert len(Scholar.asked) == 2 * 2 * 3
-    assert Scholar.asked[0] | {"prompt": 0} == {"model": "scholar", "prompt": 0, "max_tokens": 8, "temperature": 0}
-    assert len({request["prompt"] for request in Scholar.asked}) == 2 * 3, "all services are asked the same"
+    assert len(scholar.asked) == 2 * 2 * 3
+    assert scholar.asked[0] | {"prompt": 0} == {"model": MODEL, "prompt": 0, "max_tokens": 8, "temperature": 0}
+    assert len({request["prompt"] for request in scholar.asked}) == 2 * 3, "all services are asked the same"
 
 
 def test_a_service_that_does_not_answer_is_one_line() -> None:

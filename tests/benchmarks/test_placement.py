@@ -1,6 +1,5 @@
 """Cases are as scattered as they say, and every method is given the same bytes."""
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,14 +39,6 @@ def pairs(batch: Descriptors) -> set[tuple[int, int]]:
 
 
 @given(CASES)
-def test_requests_share_no_item_and_no_slot_and_fit_the_pools(case: Case) -> None:
-    placement = place(case)
-    for rows in (placement.items, placement.slots):
-        assert len(rows) == len(np.unique(rows)) == case.concurrency * case.tokens
-        assert 0 <= rows.min() <= rows.max() < case.rows
-
-
-@given(CASES)
 def test_every_kind_of_descriptor_writes_the_same_bytes(case: Case) -> None:
     placement, source, target = place(case), buffers(case, 10**6), buffers(case, 10**9)
     tokens = per_token(placement, source, target)
@@ -72,10 +63,3 @@ def test_every_kind_of_descriptor_writes_the_same_bytes(case: Case) -> None:
 def test_scattered_pieces_are_no_neighbours(source: Fragmentation, destination: Fragmentation, runs: int) -> None:
     placement = place(Case(tokens=1024, page_size=64, source=source, destination=destination))
     assert len(plan_runs(placement.items, placement.slots)) == runs
-
-
-def test_a_page_travels_in_one_descriptor_per_layer_where_both_sides_keep_it_whole() -> None:
-    case = Case(tokens=1000, layers=2, page_size=64, source=Fragmentation.CONTIGUOUS)
-    batch = per_page(place(case), 64, buffers(case, 0), buffers(case, 10**9))
-    assert len(batch.lengths) == 2 * 16
-    assert sorted(set(batch.lengths.tolist())) == [40 * case.item_bytes, 64 * case.item_bytes]

@@ -1,18 +1,12 @@
 """Which part of a chunk a kernel belongs to, what the hardware takes for it, and that the chunk is computed."""
 
 import dataclasses
-import io
-import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from base.errors import StartupError
 from benchmarks.decode.workload import build_model, model_of
-from benchmarks.prefill.bench import run_prefill_bench
 from benchmarks.prefill.config import PrefillBench
 from benchmarks.prefill.timing import PARTS, ChunkTiming, KernelTime, by_part
 from benchmarks.prefill.workload import MarkedExchange, Prompt
@@ -109,37 +103,3 @@ def test_work_of_published_experts() -> None:
 def test_a_context_that_is_no_number_or_less_than_a_chunk_is_refused(words: tuple[str, ...]) -> None:
     with pytest.raises(StartupError, match=f"--context {' '.join(words)}: expected whole numbers from 8192"):
         _ = PrefillBench(contexts=words).lengths
-
-
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(StartupError, match="bench prefill needs a CUDA device"):
-        run_prefill_bench(PrefillBench())
-
-
-def test_every_case_is_printed_written_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    for name, value in {"is_available": True, "current_device": 0, "get_device_name": "NVIDIA H200"}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-
-    def timed(compute: Callable[[], None], passes: int) -> ChunkTiming:
-        compute()
-        return ChunkTiming((30.0,) * passes, 1 << 30, by_part([("_score_prompt", 7.0), ("_linear", 2.0)]))
-
-    monkeypatch.setattr("benchmarks.prefill.bench.time_chunk", timed)
-    monkeypatch.setattr("benchmarks.prefill.bench.build_model", lambda config, *_: small(config))
-    monkeypatch.setattr(
-        "benchmarks.prefill.bench.Prompt", lambda model, context, chunk, _: Prompt(model, context, chunk, CPU)
-    )
-    config = PrefillBench(
-        contexts=("64", "200"),
-        chunked_prefill_size=50,
-        quantization="none",
-        json=tmp_path / "out.json",
-        png=tmp_path / "out.png",
-    )
-    results = run_prefill_bench(config, Console(file=io.StringIO()))
-    written = json.loads(config.json.read_text())["cases"]
-    assert [case["context"] for case in written] == [result.context for result in results] == [64, 200]
-    assert all(case["tokens_per_s"] > 0 and set(case["parts_ms"]) == set(PARTS) for case in written)
-    assert config.png.stat().st_size > 1000

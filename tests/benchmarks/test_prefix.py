@@ -7,17 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
-from base.errors import StartupError
-from benchmarks.percentiles import Percentiles
 from benchmarks.prefix import timing
 from benchmarks.prefix.__main__ import main, simulate
 from benchmarks.prefix.policies import play_cache, play_ideal, play_lru
-from benchmarks.prefix.report import print_times, print_trace
-from benchmarks.prefix.timing import OperationTime
-from benchmarks.prefix.trace import TracedPrompt, load_trace
-from tests.benchmarks.narrow import printed
+from benchmarks.prefix.trace import TracedPrompt
 
 
 def prompt(length: int, *ids: int) -> TracedPrompt:
@@ -41,16 +35,6 @@ def sessions(count: int, seed: int = 0) -> list[TracedPrompt]:
         prompts.append(prompt(512 * len(history) + generator.randrange(1, 512), *history, next_id))
         next_id += 1
     return prompts
-
-
-def test_blocks_of_made_up_tokens_are_equal_exactly_if_they_are_the_same_part_of_the_same_id() -> None:
-    one, other = prompt(1024, 3, 4), prompt(1024, 3, 2**17 + 4)
-    both = np.concatenate([one.tokens(), other.tokens()]).reshape(-1, 64)
-    distinct = {tuple(block) for block in both.tolist()}
-    assert len(distinct) == 24
-    assert len(set(one.blocks()) | set(other.blocks())) == 24
-    assert len(prompt(700, 3, 4).tokens()) == 700
-    assert prompt(700, 3, 4).blocks() == one.blocks()[:10]
 
 
 def test_by_hand() -> None:
@@ -87,37 +71,3 @@ def test_the_command_writes_tables_json_and_a_figure(
     assert len(document["operations"]) == 5
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert "never worse than LRU over blocks" in capsys.readouterr().out
-
-
-def test_tables_fit_a_terminal() -> None:
-    report = simulate("conversation", sessions(20), ["unlimited"])
-    large = replace(report.pools[0], slots=1_234_567_890)
-    times = [OperationTime("insert and release, all there", Percentiles(1000.0, 2000.0, 3000.0), 1.0)]
-
-    def show(console: Console) -> None:
-        print_trace(replace(report, pools=[large]), console)
-        print_times(times, console)
-
-    assert "1234567890" in printed(show)
-
-
-@pytest.mark.parametrize(
-    ("line", "error"),
-    [
-        ("no json", "line 1: no request of a trace"),
-        ("{}", "line 1: no request of a trace: KeyError"),
-        ('{"input_length": 600, "hash_ids": [1]}', "line 1: 1 hash_ids for 600 tokens, expected one for each 512"),
-        ("", "no requests"),
-    ],
-)
-def test_files_that_are_no_traces_are_refused(line: str, error: str, tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(line)
-    with pytest.raises(StartupError, match=error):
-        load_trace(path)
-
-
-@pytest.mark.parametrize("size", ["many", "x%", "0", "0%", "63"])
-def test_sizes_that_hold_nothing_are_refused(size: str) -> None:
-    with pytest.raises(StartupError, match=f"--slots {size}: "):
-        simulate("sessions", sessions(5), [size])

@@ -28,18 +28,6 @@ def test_ranks_time_what_they_do_together(tmp_path: Path) -> None:
         assert (step.batch, step.mixtures) == (2, 1)
         assert min(step.group_ms, step.alone_ms) > step.limit_ms > 0
         assert group.share(step.group_ms) == [step.group_ms] * 2
-        while not group.done():
-            pass
-        group.close()
-
-    with forked(2, tmp_path, body) as ranks:
-        assert [ranks.wait(rank, 60) for rank in range(2)] == [0, 0], ranks.said(0) + ranks.said(1)
-
-
-def test_ranks_time_the_prefill_of_a_prompt(tmp_path: Path) -> None:
-    def body(place: RankPlace) -> None:
-        group = join(place)
-        exchange = group.connect()
         config = DecodeBench(rank_of=2, context=80, quantization="none", kv_cache_dtype="bfloat16")
         whole, part = small(replace(config, rank_of=1)), small(config)
         took = time_prompt_of(group, exchange, whole, part, tokens=80, chunk=33)

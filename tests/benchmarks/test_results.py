@@ -1,18 +1,12 @@
 """What is said of measurements follows from them."""
 
-import io
-import json
-
 import pytest
-from rich.console import Console
 
-from benchmarks.machine import this_machine
 from benchmarks.percentiles import Percentiles
 from benchmarks.transfer.cases import Case, Protocol
 from benchmarks.transfer.groups import Group
 from benchmarks.transfer.methods import Run
 from benchmarks.transfer.overlap import Overlap
-from benchmarks.transfer.report import Report, document, print_report
 from benchmarks.transfer.results import CaseResult, MethodResult
 
 
@@ -54,26 +48,3 @@ def test_ratios_are_quotients_of_medians() -> None:
     assert RESULT.ratio(ours, Group.NIXL) is None
     assert RESULT.bytes_per_second(ours) == pytest.approx(1000 * 2 * 500 / 0.2)
     assert OVERLAP.ratio == pytest.approx(0.1)
-
-
-def test_the_document_has_every_run_and_the_machine() -> None:
-    report = Report([RESULT], [OVERLAP], {"initiator": this_machine()}, {"rounds": 3}, others=0.0)
-    content = json.loads(json.dumps(document(report)))
-    assert content["machines"]["initiator"]["cores"] >= 1
-    [case] = content["cases"]
-    ours, _, polled, token = case["methods"]
-    assert ours["runs_seconds"] == [0.2, 0.1, 0.3]
-    assert ours["speed_relative_to"] == {"ours": 1.0, "token": 20.0, "ceiling": 0.5}
-    assert (polled["is_ceiling"], token["is_ceiling"]) == (True, False)
-    assert content["overlaps"][0]["ratio"] == pytest.approx(0.1)
-
-
-def test_the_report_shows_every_method_and_marks_the_ceiling() -> None:
-    console = Console(width=120, record=True, file=io.StringIO())
-    print_report(Report([RESULT], [OVERLAP], {"initiator": this_machine()}, {}, others=1.25), console)
-    text = console.export_text()
-    assert "polled *" in text
-    assert "20.0 x" in text
-    assert "50%" in text
-    assert "other processes kept 1.2 cores busy" in text
-    assert "20.0 ms after its last chunk: 10.0%" in text

@@ -24,26 +24,36 @@ def taken(*events: dict[str, object]) -> Answer:
     return answer
 
 
-def test_an_event_is_a_token_and_usage_comes_at_the_end() -> None:
-    answer = taken(token_event("a"), token_event("b", finish_reason="length"), usage_event(5, 2))
-    assert answer.arrivals == [Arrival(0.0, 1), Arrival(1.0, 1)]
-    assert answer.usage == Usage(5, 2)
+ONE = token_event()
+
+
+def with_usage(tokens: int, event: dict[str, object] = ONE) -> dict[str, object]:
+    return {**event, "usage": usage_event(5, tokens)["usage"]}
+
+
+@pytest.mark.parametrize(
+    ("events", "arrivals"),
+    [
+        ([ONE, token_event("b", finish_reason="length"), usage_event(5, 2)], [(0.0, 1), (1.0, 1)]),
+        # A token may have no text yet; the end alone is no token.
+        ([token_event(""), token_event("é"), token_event("", finish_reason="stop")], [(0.0, 1), (1.0, 1)]),
+        # Token ids say how many an event has.
+        ([token_event("abc", token_ids=[1, 2, 3]), token_event(token_ids=[]), ONE], [(0.0, 3), (2.0, 1)]),
+        # So does a usage that grows with every event, and one of the last event alone hides no miscount.
+        ([*map(with_usage, (1, 3, 3, 4)), usage_event(5, 4)], [(0.0, 1), (1.0, 2), (3.0, 1)]),
+        ([ONE, with_usage(7, token_event(finish_reason="length"))], [(0.0, 1), (1.0, 1)]),
+    ],
+)
+def test_events_become_tokens(events: list[dict[str, object]], arrivals: list[tuple[float, int]]) -> None:
+    assert taken(*events).arrivals == [Arrival(*arrival) for arrival in arrivals]
+
+
+def test_token_ids_are_kept_and_the_stream_has_an_end() -> None:
+    answer = taken(token_event("a", token_ids=[1, 2]), token_event(token_ids=[4]))
+    assert answer.token_ids == [1, 2, 4]
     assert not answer.done
     answer.take(9.0, b"[DONE]")
     assert answer.done
-
-
-def test_a_token_may_have_no_text_yet_but_the_end_is_no_token() -> None:
-    answer = taken(token_event(""), token_event("é"), token_event("", finish_reason="stop"))
-    assert [arrival.at for arrival in answer.arrivals] == [0.0, 1.0]
-
-
-def test_token_ids_say_how_many_tokens_an_event_has() -> None:
-    answer = taken(
-        token_event("abc", token_ids=[1, 2, 3]), token_event("rest", token_ids=[]), token_event(token_ids=[4])
-    )
-    assert answer.arrivals == [Arrival(0.0, 3), Arrival(2.0, 1)]
-    assert answer.token_ids == [1, 2, 3, 4]
 
 
 def test_usage_may_say_how_much_of_a_prompt_was_cached() -> None:
@@ -51,19 +61,6 @@ def test_usage_may_say_how_much_of_a_prompt_was_cached() -> None:
     nothing = usage_event(100, 2)
     nothing["usage"]["prompt_tokens_details"] = None
     assert taken(nothing).usage == Usage(100, 2, None)
-
-
-def test_a_usage_with_every_event_says_how_many_tokens_it_has() -> None:
-    growing = [{**token_event(), "usage": usage_event(5, tokens)["usage"]} for tokens in (1, 3, 3, 4)]
-    answer = taken(*growing, usage_event(5, 4))
-    assert answer.arrivals == [Arrival(0.0, 1), Arrival(1.0, 2), Arrival(3.0, 1)]
-
-
-def test_a_usage_with_the_last_event_alone_does_not_hide_a_miscount() -> None:
-    last = {**token_event(finish_reason="length"), "usage": usage_event(5, 7)["usage"]}
-    answer = taken(token_event(), last)
-    assert sum(arrival.tokens for arrival in answer.arrivals) == 2
-    assert answer.usage == Usage(5, 7)
 
 
 @pytest.mark.parametrize("error", [{"message": "no node", "code": 503}, "no node"])

@@ -2,41 +2,24 @@
 
 import asyncio
 import json
-import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from benchmarks.serving.stub import Reply, token_event, usage_event
 from cli.main import main
-from tests.benchmarks.conftest import in_full
-from tests.benchmarks.started import all_gone, descendants, started
-from tests.e2e.cluster import wait_until
+from tests.benchmarks.conftest import Json, bench, in_full, started
+from tests.e2e.cluster import all_gone, children_of
 
+TOKENS = ("--input-tokens", "5", "--output-tokens", "4")
 BENCH = [sys.executable, "-m", "cli.main", "bench", "serving"]
-Json = dict[str, Any]
 
 
-def bench(directory: Path, *words: str, code: int = 0) -> Json:
-    """Run the benchmark in this process; what it wrote."""
-    files = ["--json", str(directory / "out.json"), "--png", str(directory / "out.png")]
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "serving", "--input-tokens", "5", "--output-tokens", "4", *words, *files])
-    assert ended.value.code == code
-    assert (directory / "out.png").read_bytes().startswith(b"\x89PNG")
-    content: Json = json.loads((directory / "out.json").read_text())
-    return content
-
-
-def test_every_load_is_measured_at_every_service_and_warm_up_is_not_counted(
-    stub: Callable[..., str], tmp_path: Path
-) -> None:
+def test_every_load_is_measured_at_every_service_without_warm_up(stub: Callable[..., str], tmp_path: Path) -> None:
     asked: list[Json] = []
 
     async def answer(request: Json, reply: Reply) -> None:
@@ -44,7 +27,7 @@ def test_every_load_is_measured_at_every_service_and_warm_up_is_not_counted(
         await in_full(request, reply)
 
     urls = ["--base-url", f"one={stub(answer)}", "--base-url", stub() + "/v1/"]
-    content = bench(tmp_path, *urls, "--concurrency", "1,3", "--num-requests", "6", "--warmup-requests", "2")
+    content = bench(tmp_path, *TOKENS, *urls, "--concurrency", "1,3", "--num-requests", "6", "--warmup-requests", "2")
     points = content["points"]
     assert [(point["service"], point["load"]["value"]) for point in points[:2]] == [("one", "1"), ("one", "3")]
     assert len(points) == 4
@@ -66,40 +49,6 @@ def test_every_load_is_measured_at_every_service_and_warm_up_is_not_counted(
     }
 
 
-def test_a_closed_loop_has_as_many_connections_as_clients(stub: Callable[..., str], tmp_path: Path) -> None:
-    under_way, most = Counter[str](), []
-    together = asyncio.Event()
-
-    async def answer(request: Json, reply: Reply) -> None:
-        under_way["now"] += 1
-        most.append(under_way["now"])
-        if under_way["now"] == 3:
-            together.set()
-        await together.wait()
-        await in_full(request, reply)
-        under_way["now"] -= 1
-
-    bench(tmp_path, "--base-url", stub(answer), "--concurrency", "3", "--num-requests", "9", "--warmup-requests", "0")
-    assert max(most) == 3
-
-
-def test_an_open_loop_sends_all_at_once_at_an_infinite_rate(stub: Callable[..., str], tmp_path: Path) -> None:
-    arrived: list[Json] = []
-    all_there = asyncio.Event()
-
-    async def answer(request: Json, reply: Reply) -> None:
-        arrived.append(request)
-        if len(arrived) == 12:
-            all_there.set()
-        await all_there.wait()
-        await in_full(request, reply)
-
-    words = ["--request-rate", "inf", "--num-requests", "12", "--warmup-requests", "0", "--slo-ttft-ms", "1e9"]
-    (point,) = bench(tmp_path, "--base-url", stub(answer), *words)["points"]
-    assert point["load"] == {"kind": "open", "value": "inf"}
-    assert point["goodput"] == point["requests_per_s"]
-
-
 def test_what_was_asked_for_is_written_down_without_the_key(stub: Callable[..., str], tmp_path: Path) -> None:
     users: list[str] = []
 
@@ -108,7 +57,7 @@ def test_what_was_asked_for_is_written_down_without_the_key(stub: Callable[..., 
         await in_full(request, reply)
 
     words = ["--quick", "--request-rate", "inf", "--num-requests", "1", "--api-key", "sk-secret"]
-    content = bench(tmp_path, "--base-url", stub(answer), *words, "--extra-body", '{"user": "me"}')
+    content = bench(tmp_path, *TOKENS, "--base-url", stub(answer), *words, "--extra-body", '{"user": "me"}')
     assert set(users) == {"me"}
     assert (content["options"]["input_tokens"], content["options"]["output_tokens"]) == (5, 4)
     text = (tmp_path / "out.json").read_text()
@@ -123,38 +72,19 @@ def test_failures_are_counted_by_kind_and_the_others_are_measured(
 
     async def answer(request: Json, reply: Reply) -> None:
         served.append(request)
-        match len(served):
-            case 1:
-                reply.whole(429, {"error": {"message": "all queues are full"}})
-            case 2:
-                reply.start()
-                reply.event({"error": {"message": "no node is left"}})
-                reply.event("[DONE]")
-                reply.end()
-            case 3:
-                reply.start()
-                reply.event(token_event())
-                reply.drop()
-            case 4:
-                reply.start()
-                reply.event(token_event())
-                reply.end()
-            case 5:
-                reply.start()
-                reply.event("{")
-                reply.end()
-            case _:
-                await in_full(request, reply)
+        events: dict[int, Json | str] = {2: {"error": {"message": "no node is left"}}, 5: "{"}
+        if len(served) == 1:
+            return reply.whole(429, {"error": {"message": "all queues are full"}})
+        if len(served) > 5:
+            return await in_full(request, reply)
+        reply.start()
+        reply.event(events.get(len(served), token_event()))
+        return reply.drop() if len(served) == 3 else reply.end()
 
     words = ["--concurrency", "1", "--num-requests", "7", "--warmup-requests", "0"]
-    (point,) = bench(tmp_path, "--base-url", stub(answer), *words)["points"]
-    assert point["failed"] == {
-        "HTTP 429": 1,
-        "error event": 1,
-        "broken connection": 1,
-        "broken off": 1,
-        "malformed event": 1,
-    }
+    (point,) = bench(tmp_path, *TOKENS, "--base-url", stub(answer), *words)["points"]
+    kinds = ("HTTP 429", "error event", "broken connection", "broken off", "malformed event")
+    assert point["failed"] == dict.fromkeys(kinds, 1)
     assert point["answered"] == 2
     assert "1 failed: HTTP 429: all queues are full" in capsys.readouterr().out
 
@@ -168,7 +98,7 @@ def test_a_request_that_takes_too_long_is_given_up(stub: Callable[..., str], tmp
     prompts = tmp_path / "prompts"
     prompts.write_text('{"prompt": [1]}\n{"prompt": [1], "output_tokens": 1}\n')
     words = ["--concurrency", "1", "--num-requests", "2", "--warmup-requests", "0", "--request-timeout", "2"]
-    (point,) = bench(tmp_path, "--base-url", stub(answer), "--prompts", str(prompts), *words)["points"]
+    (point,) = bench(tmp_path, *TOKENS, "--base-url", stub(answer), "--prompts", str(prompts), *words)["points"]
     assert point["failed"] == {"timeout": 1}
     assert point["answered"] == 1
 
@@ -182,7 +112,7 @@ def test_tokens_that_do_not_agree_are_remarked_on(stub: Callable[..., str], tmp_
         reply.end()
 
     words = ["--concurrency", "1", "--num-requests", "2"]
-    (point,) = bench(tmp_path, "--base-url", stub(answer), *words)["points"]
+    (point,) = bench(tmp_path, *TOKENS, "--base-url", stub(answer), *words)["points"]
     assert point["counts"] == {"no_usage": 0, "miscounted": 2, "short": 2, "other_prompt": 2}
     assert point["remarks"][0] == "2 of 2 answers have other tokens in their usage than were counted in events"
 
@@ -194,7 +124,7 @@ def test_a_load_that_is_not_answered_at_all_is_an_error(
         reply.whole(500, {"error": {"message": "out of order"}})
 
     words = ["--base-url", stub(answer), "--concurrency", "2", "--num-requests", "2"]
-    bench(tmp_path, *words, "--warmup-requests", "0", code=1)
+    bench(tmp_path, *TOKENS, *words, "--warmup-requests", "0", code=1)
     assert "answered no request at 2" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         main(["bench", "serving", *words])
@@ -240,17 +170,13 @@ def test_what_cannot_be_measured_is_one_line(
 def test_a_tiny_model_is_served_measured_and_stopped(tmp_path: Path) -> None:
     files = ["--json", str(tmp_path / "out.json"), "--png", str(tmp_path / "out.png")]
     small = ["--input-tokens", "100", "--output-tokens", "8", "--concurrency", "2", "--num-requests", "4"]
-    configs = [
-        "--hisparse-config",
-        '{"device_buffer_size": 64}',
-        "--compare-hisparse-config",
-        '{"device_buffer_size": 96}',
-    ]
+    sizes = ['{"device_buffer_size": 64}', '{"device_buffer_size": 96}']
+    configs = ["--hisparse-config", sizes[0], "--compare-hisparse-config", sizes[1]]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     services: set[psutil.Process] = set()
     with started([*BENCH, *small, *configs, *files], **pipes) as process:
         while process.poll() is None:
-            services.update(descendants(process.pid))
+            services.update(children_of(process))
             try:
                 out, err = process.communicate(timeout=0.2)
             except subprocess.TimeoutExpired:
@@ -259,29 +185,10 @@ def test_a_tiny_model_is_served_measured_and_stopped(tmp_path: Path) -> None:
     assert len(services) >= 2 * 4, "serve and its three processes, twice"
     assert all_gone(services)
     first, second = json.loads((tmp_path / "out.json").read_text())["points"]
-    assert (first["service"], second["service"]) == ('{"device_buffer_size": 64}', '{"device_buffer_size": 96}')
+    assert [first["service"], second["service"]] == sizes
     for point in (first, second):
         assert point["answered"] == 4
         assert point["counts"] == {"no_usage": 0, "miscounted": 0, "short": 0, "other_prompt": 0}
         assert point["counted_by_nodes"]["prompt_tokens_total"] == 4 * 99, "the decode node computes the last one"
         assert point["counted_by_nodes"]["transfer_bytes_total"] > 0
     assert "rates, per second" in out
-
-
-@pytest.mark.slow
-def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
-    command = [*BENCH, "--quick", "--num-requests", "100000"]
-    with started(command, stderr=subprocess.DEVNULL, start_new_session=True) as process:
-        wait_until(lambda: len(descendants(process.pid)) >= 4, timeout=90, what="the service to start")
-        services = descendants(process.pid)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130
-        assert all_gone(services)
-
-
-@pytest.mark.slow
-def test_a_service_that_does_not_start_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "serving", "--hisparse-config", '{"device_buffer_size": 1}'])
-    assert ended.value.code == 2
-    assert "device_buffer_size" in capsys.readouterr().err.splitlines()[-1]

@@ -32,20 +32,12 @@ class Gate:
         return request
 
 
-def test_a_closed_loop_keeps_exactly_so_many_requests_under_way() -> None:
+@pytest.mark.parametrize(("load", "together"), [(Closed(3), 3), (Open(math.inf), 10)])
+def test_a_load_has_so_many_requests_under_way(load: Load, together: int) -> None:
     async def drive() -> None:
-        gate = Gate(expected=3)
-        results = await Closed(3).drive(range(10), gate.send)
-        assert sorted(results) == list(range(10))
-        assert gate.most == 3
-
-    asyncio.run(asyncio.wait_for(drive(), 30))
-
-
-def test_an_open_loop_waits_for_nobody() -> None:
-    async def drive() -> None:
-        gate = Gate(expected=10)
-        assert await Open(math.inf).drive(range(10), gate.send) == list(range(10))
+        gate = Gate(together)
+        assert sorted(await load.drive(range(10), gate.send)) == list(range(10))
+        assert gate.most == together
 
     asyncio.run(asyncio.wait_for(drive(), 30))
 
@@ -103,13 +95,8 @@ def test_prompts_have_the_lengths_asked_for_and_a_seed_repeats_them() -> None:
     assert {prompt.output_tokens for prompt in prompts} == set(range(8, 13))
     assert {token for prompt in prompts for token in prompt.content} == set(range(7))
     assert list(workload.draw(0, 500)) == prompts
+    assert not {str(prompt.content) for prompt in workload.draw(1, 500)} & {str(prompt.content) for prompt in prompts}
     assert workload.longest == 132
-
-
-def test_no_two_load_points_share_a_prompt() -> None:
-    workload = RandomPrompts(input_tokens=16, output_tokens=1)
-    drawn = [tuple(prompt.content) for point in range(4) for prompt in workload.draw(point, 50)]
-    assert len(set(drawn)) == 200
 
 
 def test_prompts_of_a_file_are_taken_in_turn(tmp_path: Path) -> None:
@@ -128,10 +115,3 @@ def test_a_line_that_is_no_prompt_is_refused_by_its_number(tmp_path: Path, line:
     path.write_text(f'{{"prompt": "a"}}\n{line}\n')
     with pytest.raises(StartupError, match="line 2: expected"):
         read_prompts(path, 8)
-
-
-def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty").touch()
-    for name in ("empty", "missing"):
-        with pytest.raises(StartupError, match="--prompts"):
-            read_prompts(tmp_path / name, 8)

@@ -33,21 +33,20 @@ def test_times_of_a_request() -> None:
     assert answered.tpot == pytest.approx(0.1)
 
 
-def test_tokens_of_one_event_share_the_time_since_the_event_before() -> None:
-    answered = Answered(outcome((1.0, 1), (1.6, 3)))
-    assert answered.gaps == pytest.approx([0.2, 0.2, 0.2])
-    assert answered.tpot == pytest.approx(0.2)
-
-
-def test_tokens_of_the_first_event_have_no_gap() -> None:
-    answered = Answered(outcome((1.0, 3), (1.5, 1)))
-    assert answered.gaps == pytest.approx([0.5])
-
-
-def test_an_answer_of_one_token_has_no_time_per_token() -> None:
-    answered = Answered(outcome((1.0, 1)))
-    assert answered.gaps == []
-    assert answered.tpot is None
+@pytest.mark.parametrize(
+    ("arrivals", "gaps", "tpot"),
+    [
+        ([(1.0, 1), (1.6, 3)], [0.2, 0.2, 0.2], 0.2),
+        ([(1.0, 3), (1.5, 1)], [0.5], 0.5 / 3),
+        ([(1.0, 1)], [], None),
+    ],
+)
+def test_tokens_of_one_event_share_the_time_since_the_event_before(
+    arrivals: list[tuple[float, int]], gaps: list[float], tpot: float | None
+) -> None:
+    answered = Answered(outcome(*arrivals))
+    assert answered.gaps == pytest.approx(gaps)
+    assert answered.tpot == (None if tpot is None else pytest.approx(tpot))
 
 
 def test_usage_goes_before_what_was_counted() -> None:
@@ -59,7 +58,7 @@ def test_usage_goes_before_what_was_counted() -> None:
     assert Answered(outcome((1.0, 1), sent=None)).input_tokens == 0
 
 
-def test_rates_are_of_what_was_answered_from_the_first_request_to_the_last_end() -> None:
+def test_rates_are_of_what_was_answered_until_the_last_end() -> None:
     failed = outcome(started=1.0, ended=4.0, failure=Failure("HTTP 429", "full"))
     summary = summarize([STEADY, outcome((2.0, 1), (3.0, 1), started=0.5, ended=3.0), failed], Slo())
     assert summary.seconds == 4.0
@@ -71,20 +70,6 @@ def test_rates_are_of_what_was_answered_from_the_first_request_to_the_last_end()
     assert summary.in_flight == pytest.approx((1.4 + 2.5 + 3.0) / 4)
     assert summary.goodput is None
     assert summary.ttft == Percentiles.of([1.0, 1.5])
-
-
-def test_percentiles_of_gaps_are_over_the_tokens_of_all_requests() -> None:
-    slow = outcome((1.0, 1), (2.0, 1))
-    summary = summarize([STEADY, slow], Slo())
-    assert summary.itl is not None
-    assert summary.itl.p50 == pytest.approx(0.1)
-    assert summary.itl.p99 == pytest.approx(Percentiles.of([0.1, 0.1, 0.1, 1.0]).p99)
-
-
-def test_a_load_without_an_answer_has_no_times() -> None:
-    summary = summarize([outcome(ended=2.0, failure=Failure("timeout", ""))], Slo(ttft=1.0))
-    assert summary.answered == summary.requests_per_s == summary.goodput == 0
-    assert summary.ttft is summary.itl is summary.tpot is summary.latency is None
 
 
 @pytest.mark.parametrize(

@@ -6,24 +6,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from base.errors import StartupError
-from benchmarks.prefix.trace import TRACE_BLOCK_TOKENS
 from benchmarks.serving import processes
 from benchmarks.serving.config import ServingBench
-from benchmarks.serving.conversation import Conversations
 from benchmarks.serving.replay import Scale, TraceReplay, read_replay
 from benchmarks.serving.services import local_services
-from benchmarks.serving.workload import Prompt, RandomPrompts
+from benchmarks.serving.workload import Prompt
 from cli.main import main
 from tests.benchmarks.caching import CachingStub
-from tests.benchmarks.conftest import in_full
-from tests.benchmarks.started import started
+from tests.benchmarks.conftest import bench, in_full, started
 
-Json = dict[str, Any]
 TRACE = [
     {"timestamp": 1000, "input_length": 1100, "output_length": 40, "hash_ids": [5, 6, 7]},
     {"timestamp": 1000, "input_length": 100_000, "output_length": 1, "hash_ids": [5, *range(10, 205)]},
@@ -40,10 +35,6 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_block_is_sent_whole_by_default() -> None:
-    assert ServingBench().block_tokens == TRACE_BLOCK_TOKENS
-
-
 def replay(trace: Path, limit: int | None = None, **scale: int) -> TraceReplay:
     return read_replay(trace, limit, Scale(**scale), vocab_size=256, seed=0)
 
@@ -51,17 +42,6 @@ def replay(trace: Path, limit: int | None = None, **scale: int) -> TraceReplay:
 def ids(prompt: Prompt) -> list[int]:
     assert isinstance(prompt.content, list)
     return prompt.content
-
-
-def bench(directory: Path, *words: str, code: int = 0) -> Json:
-    """Run the benchmark in this process; what it wrote."""
-    files = ["--json", str(directory / "out.json"), "--png", str(directory / "out.png")]
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "serving", *words, *files])
-    assert ended.value.code == code
-    assert (directory / "out.png").read_bytes().startswith(b"\x89PNG")
-    content: Json = json.loads((directory / "out.json").read_text())
-    return content
 
 
 def test_equal_hash_ids_are_equal_tokens_whatever_the_size_of_a_block(trace: Path) -> None:
@@ -136,15 +116,6 @@ def test_a_conversation_needs_to_know_what_was_answered(stub: Callable[..., str]
     words = ["--turns", "2", "--concurrency", "1", "--num-requests", "2"]
     (point,) = bench(tmp_path, "--base-url", stub(in_full), *words, code=1)["points"]
     assert point["failed"] == {"no token ids": 2}
-
-
-def test_conversations_of_all_loads_begin_alike_and_are_drawn_again() -> None:
-    workload = Conversations(RandomPrompts(10, 5), turns=2, shared_prefix=20)
-    first, second = ([session.turns for session in workload.draw(point, 3, ahead=1)] for point in (0, 1))
-    assert [len(turns) for turns in first] == [1, 2, 2, 2]
-    assert len({tuple(ids(turns[0])[:20]) for turns in first + second}) == 1
-    assert first == [session.turns for session in workload.draw(0, 3, ahead=1)] != second
-    assert workload.longest == 20 + 2 * 15
 
 
 @pytest.mark.parametrize(

@@ -12,23 +12,12 @@ import psutil
 import pytest
 
 from cli.main import main
-from tests.benchmarks.started import all_gone, descendants, started
-from tests.e2e.cluster import wait_until
+from tests.benchmarks.conftest import started
+from tests.e2e.cluster import all_gone, children_of, wait_until
 
 BENCH = [sys.executable, "-m", "cli.main", "bench", "transfer"]
-SMALL = [
-    "--tokens",
-    "300",
-    "--layers",
-    "2",
-    "--page-size",
-    "16",
-    "--rounds",
-    "2",
-    "--methods",
-    "ours,token,page,ceiling",
-]
-
+METHODS = "ours,token,page,ceiling"
+SMALL = ["--tokens", "300", "--layers", "2", "--page-size", "16", "--rounds", "2", "--methods", METHODS]
 ENDLESS = [*BENCH, "--tokens", "32K", "--rounds", "1000"]
 
 
@@ -88,8 +77,8 @@ def test_two_processes_that_were_started_apart(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
     with started(ENDLESS, cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True) as process:
-        target = wait_until(lambda: descendants(process.pid), timeout=60, what="the target to start")
-        wait_until(lambda: any(map(is_connected, descendants(process.pid))), timeout=60, what="a transfer")
+        target = wait_until(lambda: children_of(process), timeout=60, what="the target to start")
+        wait_until(lambda: any(map(is_connected, children_of(process))), timeout=60, what="a transfer")
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 130
         assert all_gone(target)
@@ -99,7 +88,7 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_initiator_takes_its_target_along() -> None:
     with started(ENDLESS, stderr=subprocess.DEVNULL) as process:
-        target = wait_until(lambda: descendants(process.pid), timeout=60, what="the target to start")
+        target = wait_until(lambda: children_of(process), timeout=60, what="the target to start")
         process.kill()
         process.wait()
         wait_until(lambda: all_gone(target), timeout=60, what="the target to end")

@@ -19,6 +19,7 @@ from transfer.copy_runs import stream_runs
 from transfer.planner import Descriptors
 
 CASE = Case(tokens=50, layers=3, item_bytes=24, page_size=4, destination=Fragmentation.ITEMS)
+SLOTS: list[int] = place(CASE).slots.tolist()
 
 
 class Here:
@@ -65,21 +66,17 @@ def test_the_right_bytes_pass() -> None:
     compared()
 
 
-def test_a_flipped_bit_is_found() -> None:
-    slot = int(place(CASE).slots[17])
-    with pytest.raises(MethodFailed, match=r"left wrong bytes in layers \[1\]"):
-        compared(lambda kv: kv[1, slot, 23].bitwise_xor_(1))
-
-
-def test_two_items_in_each_others_place_are_found() -> None:
-    first, second = place(CASE).slots[:2].tolist()
-    with pytest.raises(MethodFailed, match=r"left wrong bytes in layers \[0, 1, 2\]"):
-        compared(lambda kv: swap(kv, first, second))
-
-
-def test_what_an_earlier_method_left_does_not_pass() -> None:
-    with pytest.raises(MethodFailed, match="left wrong bytes"):
-        compared(lambda kv: kv.zero_())
+@pytest.mark.parametrize(
+    ("spoil", "layers"),
+    [
+        (lambda kv: kv[1, SLOTS[17], 23].bitwise_xor_(1), "1"),
+        (lambda kv: swap(kv, *SLOTS[:2]), "0, 1, 2"),
+        (lambda kv: kv.zero_(), "0, 1, 2"),  # what an earlier method left does not pass
+    ],
+)
+def test_wrong_bytes_are_found(spoil: Callable[[torch.Tensor], Any], layers: str) -> None:
+    with pytest.raises(MethodFailed, match=rf"left wrong bytes in layers \[{layers}\]"):
+        compared(spoil)
 
 
 def swap(kv: torch.Tensor, first: int, second: int) -> None:

@@ -74,44 +74,6 @@ def test_list(quarantined: Node, capsys: pytest.CaptureFixture[str], monkeypatch
         assert expected in output
 
 
-def test_a_list_that_goes_through_a_pipe_has_a_line_per_reservation(
-    node: Node, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whatever the width of the terminal, for there is none."""
-    request_id = "cmpl-" + "0123456789abcdef" * 8
-    writer = Peer(role="prefill", address="a-long-name.of-a-prefill-node.in-some-cluster.example.com:8011", boot_id="b")
-    node.table.open(AttemptId("decode", request_id, 3), writer, "slots", num_slots=640)
-    node.table.quarantine(AttemptId("decode", request_id, 3), time.monotonic() - 60)
-    assert run("list", "--url", node.url) == 0
-    [line] = [line for line in capsys.readouterr().out.splitlines() if request_id in line]
-    assert writer.address in line
-
-
-def test_a_list_on_a_terminal_fits_80_columns(
-    node: Node, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Request ids and boot ids are there to be copied: each is on one line."""
-    other = Peer(role="prefill", address="255.255.255.255:65535", boot_id="fedcba9876543210")
-    requests = [("chatcmpl-" + f"{number:032x}", WRITER if number % 2 else other) for number in range(4)]
-    for request_id, writer in requests:
-        node.table.open(AttemptId("decode", request_id, 3), writer, "slots", num_slots=1_048_576)
-        node.table.quarantine(AttemptId("decode", request_id, 3), time.monotonic() - 3600)
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setenv("COLUMNS", "80")
-    assert run("list", "--url", node.url) == 0
-    output = capsys.readouterr().out
-    lines = output.splitlines()
-    assert max(map(len, lines)) <= 80
-    for request_id, writer in requests:
-        [line] = [line for line in lines if request_id in line]
-        assert "1048576" in line
-        assert "3600." in line
-        [heading] = [line for line in lines if writer.boot_id in line]
-        assert writer.address in heading
-        assert lines.index(heading) < lines.index(line)
-
-
 def test_list_of_nothing(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("list", "--url", node.url) == 0
     assert capsys.readouterr().out == "nothing is in quarantine\n"

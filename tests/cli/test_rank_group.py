@@ -18,7 +18,7 @@ from cli.rank_group import plan_ranks, run_rank, supervise
 from cli.serve import Child
 from decode_node.config import DecodeConfig
 from prefill_node.config import PrefillConfig
-from ranks import watchdog
+from ranks import watch
 from ranks.barrier import GroupFailed
 from ranks.place import RankPlace, create_places
 from ranks.status import SharedStatus
@@ -253,7 +253,7 @@ def test_a_rank_that_hangs_while_nobody_waits_for_it_is_ended_and_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Stopped between two steps, say: it does not hear signals. Here it is alone on its host."""
-    monkeypatch.setattr(watchdog, "GRACE_S", 0.25)
+    monkeypatch.setattr(watch, "GRACE_S", 0.25)
     stopped = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
     assert supervised(stopped, first=1, step_timeout=0.25)[0] == 1
     said = capfd.readouterr().err

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gateway.fakes import MODEL
-from tests.gateway.scripted import WEATHER, Service, glm_call, glm_service
+from tests.gateway.world import MODEL, WEATHER, World, glm_call, glm_service
 
 CLIENTS = Path(os.environ.get("CLIENTS", ".venv-clients"))
 PROGRAMS = Path(__file__).parent / "programs"
@@ -26,7 +25,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def service(directory: Path) -> Iterator[Service]:
+def service(directory: Path) -> Iterator[World]:
     service = glm_service(directory)
     service.says("Rome, then.</think>I look.\n" + glm_call("Rome"))
     yield service
@@ -48,14 +47,14 @@ def run(environment: str, program: str, *arguments: str, **variables: str) -> No
 
 
 @pytest.mark.parametrize("library", ["litellm", "langchain"])
-def test_a_library_gets_text_reasoning_and_calls(service: Service, library: str) -> None:
+def test_a_library_gets_text_reasoning_and_calls(service: World, library: str) -> None:
     run(library, "python", str(PROGRAMS / f"{library}_client.py"), service.gateway.url, json.dumps(WEATHER))
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions", "responses", "messages"])
 @pytest.mark.parametrize("streaming", [True, False])
 def test_aiperf_runs_without_an_error(
-    service: Service, directory: Path, tmp_path: Path, endpoint: str, streaming: bool
+    service: World, directory: Path, tmp_path: Path, endpoint: str, streaming: bool
 ) -> None:
     counts = ["--request-count", str(REQUESTS), "--concurrency", "2"]
     lengths = ["--prompt-input-tokens-mean", "20", "--prompt-output-tokens-mean", "8"]
@@ -68,7 +67,7 @@ def test_aiperf_runs_without_an_error(
 
 
 @pytest.mark.parametrize("endpoint", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
-def test_guidellm_runs_without_an_error(service: Service, directory: Path, tmp_path: Path, endpoint: str) -> None:
+def test_guidellm_runs_without_an_error(service: World, directory: Path, tmp_path: Path, endpoint: str) -> None:
     result = tmp_path / "result.json"
     backend = f"kind=openai_http,target={service.gateway.url},model={MODEL},request_format={endpoint}"
     arguments = [

@@ -5,17 +5,6 @@ from control.access import HANDSHAKE_S, Handshakes
 LATER = HANDSHAKE_S + 2
 
 
-def test_what_is_neither_admitted_nor_refused_in_time_has_failed() -> None:
-    handshakes = Handshakes()
-    for _ in range(3):
-        handshakes.accepted(100.0)
-    handshakes.decided()
-    handshakes.settle(100.0)
-    assert handshakes.failed == 0
-    handshakes.settle(100.0 + LATER)
-    assert handshakes.failed == 2
-
-
 def test_the_count_never_goes_back() -> None:
     """A handshake that was decided early is counted as under way until its time is over."""
     handshakes = Handshakes()

@@ -8,7 +8,7 @@ import numpy as np
 from base.block_hashes import BLOCK_TOKENS, BlockHashes, block_hashes
 from control.cache_reports import CacheReports
 from control.messages import CacheUpdate
-from gateway.prefix_index import PrefixIndex
+from gateway.prefix_routing import PrefixIndex
 from kvcache.block_cache import BlockCache
 
 HEARTBEAT_S = 1.0
@@ -67,7 +67,7 @@ def test_changes_are_collected_and_sent_once() -> None:
     assert update.gained_hashes.tolist() == [*block_hashes(prompt(2, 2)).tolist(), *hashes[:3].tolist()], "newest first"
 
 
-def test_a_gateway_that_acknowledges_late_gets_the_whole_cache_once_in_a_while() -> None:
+def test_a_gateway_that_acknowledges_late_gets_the_whole_cache() -> None:
     gateways = LossyGateways(["one"])
     hashes = block_hashes(prompt(1, 3))
     reports = CacheReports(gateways, lambda limit: hashes[:limit])

@@ -42,15 +42,6 @@ def test_numeric_addresses_are_known_at_once_and_never_looked_up() -> None:
     assert names.asked == []
 
 
-def test_addresses_come_and_go_with_what_the_name_service_says() -> None:
-    names = Names(all=["10.0.0.1", "10.0.0.2"])
-    gateways = GatewayAddresses(["all:8001"], names)
-    gateways.look_up()
-    names.answers = {"all": ["10.0.0.2", "10.0.0.3"]}
-    gateways.look_up()
-    assert gateways.current == {"10.0.0.2:8001", "10.0.0.3:8001"}
-
-
 def test_the_last_answer_stands_while_the_name_service_is_away() -> None:
     names = Names(all=["10.0.0.1"])
     gateways = GatewayAddresses(["all:8001"], names)
@@ -91,15 +82,3 @@ def test_names_are_looked_up_again_and_again_on_a_thread_of_their_own(monkeypatc
         wait_until(lambda: gateways.current == {"10.0.0.2:8001"})
     finally:
         gateways.stop()
-
-
-def test_a_node_that_is_told_of_no_gateway_expects_none() -> None:
-    gateways = GatewayAddresses([])
-    assert not gateways.expected
-    assert gateways.current == frozenset()
-
-
-def test_the_system_is_asked_by_default() -> None:
-    gateways = GatewayAddresses(["localhost:8001"])
-    gateways.look_up()
-    assert gateways.current == {"127.0.0.1:8001"}

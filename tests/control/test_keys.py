@@ -9,15 +9,9 @@ import zmq.auth
 
 from base.errors import StartupError
 from cli.main import main
-from control.keys import AllowList, generate, generate_node, load_keys, load_token
+from control.keys import AllowList, generate_node, load_keys, load_token
 
 SECRETS = ("cluster.key_secret", "gateway.key_secret", "prefill.key_secret", "decode.key_secret", "operator.token")
-
-
-@pytest.fixture
-def keys(tmp_path: Path) -> Path:
-    generate(tmp_path / "keys")
-    return tmp_path / "keys"
 
 
 def keygen(*words: object) -> int:
@@ -38,18 +32,9 @@ def test_each_role_has_its_own_key_and_all_have_the_cluster_s(keys: Path) -> Non
     assert loaded[1].allowed.role_of(loaded[2].own.public) == "decode"
     assert loaded[1].allowed.role_of(loaded[2].cluster.public) is None
     assert len(load_token(keys)) >= 40
-
-
-def test_only_the_owner_gets_at_secrets(keys: Path) -> None:
     assert mode(keys) == 0o700
     assert {mode(keys / name) for name in SECRETS} == {0o600}
-
-
-def test_zmq_auth_reads_the_files(keys: Path) -> None:
-    public, secret = zmq.auth.load_certificate(keys / "prefill.key_secret")
-    assert zmq.auth.load_certificates(keys / "allowed").get(public)
-    assert secret is not None
-    assert zmq.curve_public(secret) == public
+    assert not any(secret in repr(loaded) for one in loaded for secret in (one.own.secret, one.cluster.secret))
 
 
 def test_keys_are_never_overwritten(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,11 +67,6 @@ def test_a_node_that_cannot_be(keys: Path, node: str) -> None:
     assert len(list(keys.rglob("*.key"))) == 4
 
 
-def test_a_node_s_key_takes_a_cluster(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match="keygen"):
-        generate_node(tmp_path, "prefill:prefill-7")
-
-
 def test_a_secret_that_everybody_reads_is_refused(keys: Path) -> None:
     for name in SECRETS:
         (keys / name).chmod(0o604)
@@ -107,17 +87,13 @@ def test_a_damaged_key_is_one_line_that_does_not_tell_it(keys: Path, name: str, 
     text = path.read_text()
     secret = text.split('"')[3]
     other = zmq.curve_keypair()[1].decode()
-    match damage:
-        case "gone":
-            path.unlink()
-        case "empty":
-            path.write_bytes(b"")
-        case "not text":
-            path.write_bytes(os.urandom(200))
-        case "short":
-            path.write_text(text.replace(secret, secret[:-1]))
-        case "another secret":
-            path.write_text(text.replace(secret, other))
+    contents = {
+        "empty": b"",
+        "not text": os.urandom(200),
+        "short": text.replace(secret, secret[:-1]).encode(),
+        "another secret": text.replace(secret, other).encode(),
+    }
+    path.unlink() if damage == "gone" else path.write_bytes(contents[damage])
     role = "gateway" if name.startswith("cluster") else name.split(".")[0]
     with pytest.raises(StartupError, match=name) as caught:
         load_keys(keys, role)  # type: ignore[arg-type]
@@ -134,12 +110,6 @@ def test_a_key_that_others_would_refuse_is_said_at_start(keys: Path) -> None:
     (keys / "prefill.key_secret").write_text((keys / "decode.key_secret").read_text())
     with pytest.raises(StartupError, match="is that of a decode process"):
         load_keys(keys, "prefill")
-
-
-def test_no_secret_is_shown_by_repr(keys: Path) -> None:
-    loaded = load_keys(keys, "prefill")
-    assert loaded.own.secret not in repr(loaded)
-    assert loaded.cluster.secret not in repr(loaded)
 
 
 def test_the_allowed_keys_are_those_of_the_moment(keys: Path) -> None:

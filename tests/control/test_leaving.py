@@ -5,24 +5,19 @@ import pytest
 from control.discovery import GatewayAddresses
 from control.membership import Membership
 from control.messages import Heartbeat, HeartbeatAck, Leaving, Peer, Register, Registered
-from tests.identity import IDENTITY
+from tests.control.test_membership import Node
 from tests.prefill_node.fakes import FakeControl
 
 VIA = "127.0.0.1:1"
 GATEWAY = Peer(role="gateway", address=VIA, boot_id="g")
 
 
-class Harness:
+class Member:
+    """The membership of a node that has said that it is there."""
+
     def __init__(self) -> None:
         self.control = FakeControl()
-        self.membership = Membership(
-            self.control,  # type: ignore[arg-type]
-            GatewayAddresses([VIA]),
-            register=lambda via: Register(
-                via=via, role="decode", identity=IDENTITY, transports=("tcp",), page_size=1, max_request_tokens=1
-            ),
-            heartbeat=lambda via: Heartbeat(via=via, ready=True, queued_tokens=0),
-        )
+        self.membership = Membership(self.control, GatewayAddresses([VIA]), Node.offer, Node.beat)  # type: ignore[arg-type]
         self.membership.tick()
 
     def tick(self) -> list[type[object]]:
@@ -33,29 +28,24 @@ class Harness:
 
 
 @pytest.fixture
-def h() -> Harness:
-    return Harness()
+def member() -> Member:
+    return Member()
 
 
-def test_a_node_registers_until_it_is_registered_and_heartbeats_then(h: Harness) -> None:
-    assert h.tick() == [Register]
-    h.membership.receive(GATEWAY, Registered(via=VIA))
-    assert h.tick() == [Heartbeat]
-    h.membership.receive(GATEWAY, HeartbeatAck(via=VIA, known=False))
-    assert h.tick() == [Register]
+def test_a_node_registers_until_it_is_registered_and_heartbeats_then(member: Member) -> None:
+    assert member.tick() == [Register]
+    member.membership.receive(GATEWAY, Registered(via=VIA))
+    assert member.tick() == [Heartbeat]
+    member.membership.receive(GATEWAY, HeartbeatAck(via=VIA, known=False))
+    assert member.tick() == [Register]
 
 
-def test_a_node_that_leaves_says_so_with_every_heartbeat(h: Harness) -> None:
+def test_a_node_that_leaves_says_so_with_every_heartbeat_and_joins_no_more(member: Member) -> None:
     """The message may be lost; a gateway that did not hear it would go on sending requests."""
-    h.membership.receive(GATEWAY, Registered(via=VIA))
-    h.membership.leave()
-    assert h.tick() == [Heartbeat, Leaving]
-
-
-def test_a_node_that_leaves_joins_no_gateway_any_more(h: Harness) -> None:
-    h.membership.receive(GATEWAY, Registered(via=VIA))
-    h.membership.leave()
-    h.control.sent.clear()
-    h.membership.receive(GATEWAY, HeartbeatAck(via=VIA, known=False))
-    assert h.control.sent == []
-    assert h.tick() == [Leaving]
+    member.membership.receive(GATEWAY, Registered(via=VIA))
+    member.membership.leave()
+    assert member.tick() == [Heartbeat, Leaving]
+    member.control.sent.clear()
+    member.membership.receive(GATEWAY, HeartbeatAck(via=VIA, known=False))
+    assert member.control.sent == []
+    assert member.tick() == [Leaving]

@@ -68,7 +68,7 @@ class Node:
 
     def __init__(self, addresses: GatewayAddresses) -> None:
         self.control = ControlPlane("decode", "127.0.0.1", 0, "127.0.0.1", self._deliver)
-        self.membership = Membership(self.control, addresses, self._offer, self._beat)
+        self.membership = Membership(self.control, addresses, self.offer, self.beat)
         self.control.start()
         self.control.periodically(0.02, self.membership.tick)
 
@@ -77,18 +77,22 @@ class Node:
             self.membership.receive(sender, message)
 
     @staticmethod
-    def _offer(via: str) -> Register:
+    def offer(via: str) -> Register:
         return Register(
             via=via, role="decode", identity=IDENTITY, transports=("tcp",), page_size=1, max_request_tokens=1
         )
 
     @staticmethod
-    def _beat(via: str) -> Heartbeat:
+    def beat(via: str) -> Heartbeat:
         return Heartbeat(via=via, ready=True, queued_tokens=0)
 
 
+StartGateway = Callable[..., Gateway]
+StartNode = Callable[[GatewayAddresses], Node]
+
+
 @pytest.fixture
-def gateway() -> Iterator[Callable[..., Gateway]]:
+def gateway() -> Iterator[StartGateway]:
     started: list[Gateway] = []
 
     def start(**options: object) -> Gateway:
@@ -101,7 +105,7 @@ def gateway() -> Iterator[Callable[..., Gateway]]:
 
 
 @pytest.fixture
-def node() -> Iterator[Callable[[GatewayAddresses], Node]]:
+def node() -> Iterator[StartNode]:
     started: list[Node] = []
 
     def start(addresses: GatewayAddresses) -> Node:
@@ -113,9 +117,7 @@ def node() -> Iterator[Callable[[GatewayAddresses], Node]]:
         one.control.stop()
 
 
-def test_a_node_registers_with_every_gateway_and_with_those_that_come_later(
-    gateway: Callable[..., Gateway], node: Callable[[GatewayAddresses], Node]
-) -> None:
+def test_a_node_registers_with_every_gateway_also_with_later_ones(gateway: StartGateway, node: StartNode) -> None:
     first, second, late = gateway(), gateway(), gateway()
     addresses = Listed(first, second)
     me = node(addresses)
@@ -128,18 +130,8 @@ def test_a_node_registers_with_every_gateway_and_with_those_that_come_later(
     wait_until(lambda: all(Leaving() in one.seen for one in (first, second, late)))
 
 
-def test_a_node_whose_gateways_are_not_found_yet_is_no_member(
-    gateway: Callable[..., Gateway], node: Callable[[GatewayAddresses], Node]
-) -> None:
-    addresses = Listed()
-    me = node(addresses)
-    assert not me.membership.is_member
-    addresses.list(gateway())
-    wait_until(lambda: me.membership.is_member)
-
-
 def test_a_gateway_that_is_listed_no_more_is_kept_while_it_answers(
-    gateway: Callable[..., Gateway], node: Callable[[GatewayAddresses], Node], monkeypatch: pytest.MonkeyPatch
+    gateway: StartGateway, node: StartNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It drains; to forget it would be to end its requests."""
     monkeypatch.setattr(membership, "FORGOTTEN_AFTER_S", 0.6)
@@ -158,8 +150,8 @@ def test_a_gateway_that_is_listed_no_more_is_kept_while_it_answers(
     assert not me.membership.gateway_lost(staying.control.me, 0.0, 0.0)
 
 
-def test_who_takes_the_address_of_a_gateway_that_is_listed_no_more_gets_no_node(
-    gateway: Callable[..., Gateway], node: Callable[[GatewayAddresses], Node], monkeypatch: pytest.MonkeyPatch
+def test_who_takes_the_address_of_a_forgotten_gateway_gets_no_node(
+    gateway: StartGateway, node: StartNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Addresses of pods are used again, also by others."""
     monkeypatch.setattr(membership, "FORGOTTEN_AFTER_S", 0.5)
@@ -175,7 +167,7 @@ def test_who_takes_the_address_of_a_gateway_that_is_listed_no_more_gets_no_node(
 
 
 def test_a_gateway_that_comes_later_and_refuses_the_node_does_not_stop_it(
-    gateway: Callable[..., Gateway], node: Callable[[GatewayAddresses], Node]
+    gateway: StartGateway, node: StartNode
 ) -> None:
     """Or the first gateway of a new release would stop every node of the old one."""
     first, other = gateway(), gateway(refuses="another model")
@@ -189,16 +181,12 @@ def test_a_gateway_that_comes_later_and_refuses_the_node_does_not_stop_it(
     assert me.membership.rejection_reason is None
 
 
-def test_a_node_that_no_gateway_takes_should_not_have_been_started(
-    gateway: Callable[..., Gateway], node: Callable[[GatewayAddresses], Node]
-) -> None:
+def test_a_node_that_no_gateway_takes_should_not_have_been_started(gateway: StartGateway, node: StartNode) -> None:
     me = node(Listed(gateway(refuses="another model")))
     assert "another model" in wait_until(lambda: me.membership.rejection_reason)
 
 
-def test_a_node_that_nobody_answers_says_so(
-    node: Callable[[GatewayAddresses], Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_nobody_answers_says_so(node: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong address, or a key that the gateway does not know: the node itself sees nothing but silence."""
     monkeypatch.setattr(membership, "MISSED_AFTER_S", 0.2)
     log = CapturingLogger()

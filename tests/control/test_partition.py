@@ -14,7 +14,7 @@ PARTITION_S = 13.5
 
 
 @pytest.mark.slow
-def test_processes_hear_each_other_soon_after_a_partition_and_not_only_when_tcp_tries_again() -> None:
+def test_processes_hear_each_other_soon_after_a_partition() -> None:
     """TCP would send again 12 s after this one has ended, and the longer one lasts, the later."""
     with Network("control") as network:
         hosts = [network.host(name) for name in ("one", "other")]

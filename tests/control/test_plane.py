@@ -3,53 +3,21 @@
 import math
 import queue
 import time
-from collections.abc import Callable, Iterator
 
 import pytest
 import structlog
-import zmq
 
 from base.errors import StartupError
 from control import connections
 from control.codec import encode
-from control.messages import Cancel, Leaving, Message, Peer, Ping, Pong, Role
+from control.messages import Cancel, Leaving, Message, Peer, Pong
 from control.plane import ControlPlane, ControlPlaneFailed
+from tests.control.harness import Start, Stranger
 from tests.e2e.cluster import wait_until
 
 Inbox = queue.SimpleQueue[tuple[Peer, Message]]
 WORD = Cancel(request_id="word")
 """What any gateway may say."""
-
-Start = Callable[..., tuple[ControlPlane, Inbox]]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    planes: list[ControlPlane] = []
-
-    def make(role: Role = "gateway", port: int = 0) -> tuple[ControlPlane, Inbox]:
-        inbox: Inbox = queue.SimpleQueue()
-        plane = ControlPlane(role, "127.0.0.1", port, "127.0.0.1", lambda peer, message: inbox.put((peer, message)))
-        planes.append(plane)
-        plane.start()
-        return plane, inbox
-
-    yield make
-    for plane in planes:
-        plane.stop()
-
-
-def raw_sender(plane: ControlPlane) -> "zmq.Socket[bytes]":
-    socket = zmq.Context.instance().socket(zmq.PUSH)
-    socket.connect(f"tcp://{plane.me.address}")
-    return socket
-
-
-def test_a_message_arrives_with_its_sender(start: Start) -> None:
-    (a, _), (b, inbox) = start("gateway"), start("decode")
-    a.send(b.me, Cancel(request_id="r"))
-    assert inbox.get(timeout=5) == (a.me, Cancel(request_id="r"))
-    assert b.last_heard(a.me.boot_id) is not None
 
 
 def test_messages_of_one_sender_keep_their_order(start: Start) -> None:
@@ -93,15 +61,15 @@ def test_whoever_has_the_address_may_answer_if_the_sender_says_so(start: Start) 
 
 def test_garbage_is_counted_and_harms_nobody(start: Start) -> None:
     (a, _), (b, inbox) = start(), start()
-    socket = raw_sender(b)
+    stranger = Stranger(b)
     good = encode(Cancel(request_id="r"), a.me)
     for junk in (b"", b"\xff" * 100, good[:-3], b"\x93\x01\x02\x03", b"\x81" * 5000):
-        socket.send(junk)
-    socket.send_multipart([b"several", b"parts"])
-    socket.send(good)
+        stranger.send(junk)
+    stranger.socket.send_multipart([b"several", b"parts"])
+    stranger.send(good)
     assert inbox.get(timeout=5) == (a.me, Cancel(request_id="r"))
     assert b.malformed == 7
-    socket.close(linger=0)
+    stranger.close()
 
 
 def test_a_peer_that_names_an_impossible_address_costs_nothing(start: Start) -> None:
@@ -197,41 +165,18 @@ def test_what_a_process_said_before_it_died_is_no_sign_of_life(start: Start) -> 
     """It is read late by one that was stopped meanwhile, and so is the answer to a ping from before."""
     a, inbox = start("prefill")
     dead = Peer(role="decode", address="127.0.0.1:9", boot_id="dead")
-    socket = raw_sender(a)
+    stranger = Stranger(a)
     ping = a._liveness.ask(dead.address)
     asked_at = time.monotonic()
     for late in (Leaving(), Pong(nonce=ping.nonce), Pong(nonce=ping.nonce + 1), Leaving()):
-        socket.send(encode(late, dead))
+        stranger.send(encode(late, dead))
     for _ in range(2):
         inbox.get(timeout=5)
     read_at = time.monotonic()
     assert (a.last_heard("dead") or 0) > asked_at
     assert a.silence(dead) > read_at - asked_at, "it counts from when the ping was sent"
     assert (a.alive_after("dead") or 0) < asked_at
-    socket.close(linger=0)
-
-
-def test_a_ping_is_answered_with_its_nonce_and_nobody_elses_handler_sees_it(start: Start) -> None:
-    (a, a_inbox), (b, b_inbox) = start("decode"), start("prefill")
-    a.send(b.me, Ping(nonce=7))
-    a.watch([b.me])
-    wait_until(lambda: a.alive_after(b.me.boot_id), what="an answer")
-    b.send(a.me, Leaving())
-    assert a_inbox.get(timeout=5) == (b.me, Leaving())
-    assert b_inbox.empty()
-
-
-def test_periodic_actions_run_until_the_end_and_survive_their_errors(start: Start) -> None:
-    a, _ = start()
-    ran: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-    def action() -> None:
-        ran.put(1)
-        raise RuntimeError("a bug")
-
-    a.periodically(0.02, action)
-    for _ in range(3):
-        ran.get(timeout=5)
+    stranger.close()
 
 
 def test_a_connection_that_sat_idle_and_was_closed_works_at_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,8 +220,8 @@ def test_a_peer_that_takes_nothing_is_complained_of_once_until_it_is_heard(
         return [line["event"] for line in logs].count("undeliverable")
 
     assert (flood(), flood()) == (1, 0)
-    socket = raw_sender(plane)
-    socket.send(encode(Leaving(), dead))
+    stranger = Stranger(plane)
+    stranger.send(encode(Leaving(), dead))
     inbox.get(timeout=5)
-    socket.close(linger=0)
+    stranger.close()
     assert flood() == 1

@@ -74,7 +74,7 @@ def test_attention(heads: int, k: int, splits: int, dtype: torch.dtype, growth: 
     torch.testing.assert_close(attend(given), wanted, rtol=0.02, atol=0.01 * wanted.abs().max().item())
 
 
-def test_a_query_without_rows_attends_to_nothing_and_nan_stays_nan() -> None:
+def test_no_rows_are_attended_to_as_nothing_and_what_is_nan_stays_so() -> None:
     rows = torch.full((2, 70), -1)
     rows[1, 3] = 299
     given = made(64, rows, 1, torch.bfloat16)

@@ -134,15 +134,6 @@ def test_what_the_code_depends_on_names_the_file(tmp_path: Path, cache: Path, mo
     assert files_after(CopySpecialization(64, True), "sm_90") == 5
 
 
-def test_a_cache_that_cannot_be_written_costs_a_compilation_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("not a directory")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    assert cubin(CopySpecialization(64, True), "sm_90").startswith(b"\x7fELF")
-
-
 def test_what_nvrtc_refuses_is_reported_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "CSRC", tmp_path)
     (tmp_path / "copy_items.cu").write_text("this is no C++")
@@ -173,10 +164,6 @@ def test_arrays_in_shared_memory_do_not_overlap_and_their_sum_is_checked() -> No
         assert kernel.fitted(H100_SHARED_MEMORY) == kernel
     with pytest.raises(StartupError, match=r"needs .* bytes of shared memory per block, this device has 232448"):
         specialization(top_k=16384, hot_size=32767).fitted(H100_SHARED_MEMORY)
-
-
-def test_scores_of_the_largest_batch_fit_shared_memory() -> None:
-    assert all(kernel.shared_bytes <= H100_SHARED_MEMORY for kernel in ON_HOPPER)
 
 
 def test_long_contexts_share_bits_where_shared_memory_is_short() -> None:

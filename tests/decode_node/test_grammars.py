@@ -10,7 +10,7 @@ from control.grammar import Grammar, JsonSchema, Regex, TextChoice
 from control.messages import Sampling
 from engine.grammar.vocabulary import Vocabulary
 from tests.decode_node.world import GATEWAY, HOT, VOCAB, World, counted
-from tests.gateway.fakes import EOS, byte_tokenizer
+from tests.gateway.world import EOS, byte_tokenizer
 
 WORDS = Grammar(root=TextChoice(options=("abc", "xyz")))
 

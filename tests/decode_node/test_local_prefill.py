@@ -35,7 +35,7 @@ class Harness:
         monkeypatch.setattr(backend, "stage", held_stage)
         self.pool = PagedKVPool(LAYOUT, num_pages=8, page_size=4, device=torch.device("cpu"))
         self.model = FakeModel()
-        self.local = LocalPrefill(ChunkedPrefill(self.model, self.pool, chunk_size=6), self.coordinator)  # type: ignore[arg-type]
+        self.local = LocalPrefill(self.model, ChunkedPrefill(self.pool, chunk_size=6), self.coordinator)  # type: ignore[arg-type]
 
     def start(self, prompt_logprobs: int | None = None, on_host: int = 0) -> Request:
         generate = Generate(

@@ -1,7 +1,7 @@
 """What the program itself says of its commands and endpoints, for files that use them to be held against."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,17 @@ ROLES = ("gateway", "prefill", "decode")
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command line of the program, as the program reads it. `raw` has its flags as they were written."""
+    """A command line of the program, as the program reads it."""
 
     command: str
     values: dict[str, Any]
-    raw: dict[str, str]
 
 
 def read(words: Sequence[str]) -> CommandLine:
     """Parse the words after `hisparse-pd` by the program's own parser. Raises what that raises, SystemExit too."""
     command, *rest = words
-    raw = dict(_flags(rest))
     context = GROUP.commands[command].make_context(command, rest)
-    return CommandLine(command, dict(context.params), raw)
+    return CommandLine(command, dict(context.params))
 
 
 def read_shell(line: str) -> CommandLine:
@@ -44,25 +42,3 @@ def read_shell(line: str) -> CommandLine:
 def default(command: str, name: str) -> Any:
     """The default of a command's parameter."""
     return next(parameter.default for parameter in GROUP.commands[command].params if parameter.name == name)
-
-
-def _flags(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for name, *value in _grouped(words):
-        if name.startswith("--"):
-            yield name, value[0] if value else ""
-
-
-def _grouped(words: Sequence[str]) -> Iterator[list[str]]:
-    """Every flag with its value, every other word alone."""
-    at = 0
-    while at < len(words):
-        name, equals, value = words[at].partition("=")
-        if not name.startswith("--"):
-            yield [words[at]]
-        elif equals:
-            yield [name, value]
-        elif at + 1 < len(words) and not words[at + 1].startswith("--"):
-            yield [name, words[at := at + 1]]
-        else:
-            yield [name]
-        at += 1

@@ -112,7 +112,7 @@ def mounts(overlay: str, role: str, folder: Path) -> list[Object]:
 
 
 def transfer_ports(overlay: str, role: str) -> tuple[int, int]:
-    least, _, most = command_line(container(overlay, role)).raw["--transfer-ports"].partition("-")
+    least, _, most = command_line(container(overlay, role)).values["transfer_ports"].partition("-")
     return int(least), int(most)
 
 

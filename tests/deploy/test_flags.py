@@ -10,7 +10,6 @@ from fastapi.testclient import TestClient
 from base.metrics import Metrics
 from cli.flags import configured
 from decode_node.config import DecodeConfig
-from decode_node.request import RequestState
 from hisparse.config import parse_config
 from prefill_node.config import PrefillConfig
 from service.config import NodeConfig
@@ -76,12 +75,6 @@ def test_autoscalers_go_by_metrics_that_the_adapter_makes_of_the_programs(role: 
     (series,) = set(re.findall(r"\bhisparse_pd_\w+", rule["seriesQuery"]))
     assert set(re.findall(r"\bhisparse_pd_\w+", rule["metricsQuery"])) == {series}
     assert series in _metrics()
-
-
-def test_the_states_that_decode_nodes_scale_by_exist() -> None:
-    rules = (DEPLOY / "kubernetes/components/autoscaling/prometheus-adapter.yaml").read_text()
-    (states,) = re.findall(r'state=~"([\w|]+)"', rules)
-    assert set(states.split("|")) <= {state.value for state in RequestState}
 
 
 def test_the_readme_shows_command_lines_that_the_program_accepts() -> None:

@@ -77,7 +77,7 @@ def test_prometheus_finds_every_rank_of_a_decode_node(overlay: str) -> None:
 
 @every_node
 @pytest.mark.parametrize("overlay", OF_SEVERAL_HOSTS)
-def test_the_hosts_of_a_node_find_each_other_by_what_the_controller_tells_them(overlay: str, role: str) -> None:
+def test_the_hosts_of_a_node_find_each_other_by_the_controllers_words(overlay: str, role: str) -> None:
     spec = workload(overlay, role)["spec"]
     each = container(overlay, role)
     flags = command_line(each).values

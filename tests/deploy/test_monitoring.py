@@ -84,14 +84,7 @@ def test_every_series_that_is_asked_for_exists_with_these_labels(expression: str
     assert set(re.findall(r"hisparse_pd:[\w:]+", expression)) <= RECORDED
 
 
-def test_a_name_that_does_not_exist_would_be_noticed() -> None:
-    """The test above reads PromQL by regular expressions, which might match nothing at all."""
-    found = dict(selectors('sum by (le) (rate(hisparse_pd_nonsense_bucket{le="1", job=~"a|b"}[5m])) / hisparse_pd_x'))
-    assert found == {"hisparse_pd_nonsense_bucket": {"le": "1", "job": "a|b"}, "hisparse_pd_x": {}}
-    assert sum(bool(list(selectors(expression))) for expression in EXPRESSIONS) >= len(EXPRESSIONS) - 5
-
-
-def test_each_alert_fires_on_what_it_is_for_and_is_quiet_on_what_is_harmless() -> None:
+def test_each_alert_fires_on_what_it_is_for_and_not_on_what_is_harmless() -> None:
     done = subprocess.run(
         [promtool(), "test", "rules", "alerts_test.yaml"], cwd=HERE, capture_output=True, text=True, timeout=120
     )
@@ -122,64 +115,19 @@ def test_the_queries_of_the_dashboard_are_valid(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_dashboard_has_the_pictures_that_one_needs() -> None:
-    shown = {name for query in QUERIES for name, _ in selectors(query)}
-    assert shown >= {
-        f"hisparse_pd_{name}"
-        for name in (
-            "ttft_seconds_bucket",
-            "inter_token_seconds_bucket",
-            "host_slots",
-            "prefix_cache_hits_total",
-            "device_slots",
-            "swap_in_hits_total",
-            "transfer_bytes_total",
-            "transfer_failures_total",
-            "prefill_retries_total",
-            "prompt_tokens_waiting",
-            "requests",
-        )
-    }
-
-
 def test_the_dashboard_can_be_imported() -> None:
     imported: dict[str, Any] = json.loads((HERE / "dashboard.json").read_text())
-    identifiers = [panel["id"] for panel in imported["panels"]]
-    assert len(set(identifiers)) == len(identifiers)
-    assert len({panel["title"] for panel in PANELS}) == len(PANELS)
     variables = {variable["name"]: variable for variable in imported["templating"]["list"]}
     assert variables["datasource"]["type"] == "datasource"
-    taken: set[tuple[int, int]] = set()
     for panel in imported["panels"]:
-        place = panel["gridPos"]
-        cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-        assert not cells & taken, f"{panel['title']} lies over another panel"
-        assert place["x"] + place["w"] <= 24
-        taken |= cells
         if panel["type"] == "row":
             continue
         assert panel["datasource"]["uid"] == "${datasource}"
-        assert panel["targets"]
-        references = [target["refId"] for target in panel["targets"]]
-        assert len(set(references)) == len(references)
         for target in panel["targets"]:
-            assert target["expr"]
             legend = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
             labels = {label for name, _ in selectors(target["expr"]) for label in exported()[name]}
             assert legend <= labels | TARGET_LABELS
-        used = set(re.findall(r"\$(?!__)(\w+)", json.dumps(panel["targets"])))
-        assert used <= variables.keys()
-
-
-def test_what_kustomize_is_told_to_take_is_there() -> None:
-    kustomization = yaml.safe_load((HERE / "kustomization.yaml").read_text())
-    names = [*kustomization["resources"]]
-    names += [file.partition("=")[2] for config in kustomization["configMapGenerator"] for file in config["files"]]
-    assert all((HERE / name).is_file() for name in names)
+        assert set(re.findall(r"\$(?!__)(\w+)", json.dumps(panel["targets"]))) <= variables.keys()
 
 
 def test_the_service_monitor_finds_every_process_once() -> None:

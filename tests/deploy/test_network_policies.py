@@ -4,7 +4,6 @@ import pytest
 
 from tests.deploy.program import ROLES
 from tests.deploy.rendered import (
-    GROUPS,
     OF_SEVERAL_HOSTS,
     container,
     every_node,
@@ -61,12 +60,3 @@ def test_pods_may_connect_where_they_must(overlay: str, role: str, port: str, wh
 def test_mooncakes_ports_are_the_ones_that_are_open(overlay: str, role: str) -> None:
     nodes = named(overlay, "NetworkPolicy", "hisparse-pd-nodes")["spec"]["ingress"][1]
     assert [(each["port"], each["endPort"]) for each in nodes["ports"]] == [transfer_ports(overlay, role)]
-
-
-@every_overlay
-def test_prometheus_may_scrape_every_pod(overlay: str) -> None:
-    policy = named(overlay, "NetworkPolicy", "hisparse-pd-metrics")["spec"]
-    assert all(selects(policy["podSelector"], role) for role in ROLES)
-    (rule,) = policy["ingress"]
-    assert rule["ports"][0] == {"port": "http"}
-    assert len(rule["ports"]) == (2 if overlay in GROUPS else 1)

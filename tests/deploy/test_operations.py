@@ -29,26 +29,6 @@ def test_the_worked_example_can_be_served() -> None:
     assert example.gpus * sizes.host_bytes <= (example.host_gib - example.reserved_gib) * 2**30
 
 
-def test_the_formulas_give_what_the_example_says() -> None:
-    """As they stand in the table above the example, for its numbers."""
-    example = Example()
-    sizes = example.sizes(example.running, example.pool_gib)
-    n, c, h, page = example.running, example.context, example.buffer_size, example.page_size
-    layers, index_layers, item, key = 61, 61, (512 + 64) * 2, 128 * 2
-    s, g = 4112, 16
-    assert sizes.layout.token_bytes == layers * item + index_layers * key
-    assert sizes.hot_bytes == n * s * layers * item
-    assert sizes.index_bytes == n * c * index_layers * key
-    assert sizes.table_bytes == n * (8 * (s // g + c // page + c) + index_layers * (2 * c + 5 * h + 4))
-    for formula in (
-        "`token = L x item + X x key`",
-        "`N x S x L x item`",
-        "`N x C x X x key`",
-        "`N x (8 x (S / g + C / page + C) + X x (2 x C + 5 x H + 4))`",
-    ):
-        assert formula in TEXT
-
-
 def test_every_alert_has_a_row_and_every_row_an_alert() -> None:
     rows = re.findall(r'^\| <a id="([a-z]+)"></a>`(\w+)` \| [^|]+ \| [^|]+ \|$', TEXT, flags=re.MULTILINE)
     assert [alert for _, alert in rows] == list(ALERTS)

@@ -7,7 +7,7 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from gateway.openapi.document import document
+from gateway.openapi import document
 from gateway.requests.chat import ChatCompletionRequest
 from gateway.requests.completions import CompletionRequest
 from gateway.requests.unsupported import NEUTRAL

@@ -2,15 +2,24 @@
 
 import asyncio
 import json
+import os
 import random
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
+from tests.e2e.asking import Job, complete, greedy, random_prompts
+
+SECONDS = float(os.environ.get("HISPARSE_PD_CHAOS_SECONDS", "20"))
+SEED = int(os.environ.get("HISPARSE_PD_CHAOS_SEED", random.randrange(1_000_000)))
+MOST_TOKENS = 40
 CLEAN_STATUS = (429, 500, 503, 504)
 BUG = "internal error"
 """An error of the service's own making, and never clean. Those of nodes are in their logs."""
@@ -22,6 +31,16 @@ class Prompt:
 
     ids: Sequence[int]
     answer: Sequence[int]
+
+
+def prompts_with_answers(reference: Any, lengths: Sequence[int], seed: int) -> list[Prompt]:
+    return [Prompt(ids, reference.generate(ids, MOST_TOKENS)) for ids in random_prompts(lengths, seed)]
+
+
+def assert_as_before(url: str, prompts: Sequence[Prompt]) -> None:
+    """Once nothing goes wrong any more, every prompt gets its answer."""
+    answers = complete(url, [Job(prompt.ids, MOST_TOKENS) for prompt in prompts], concurrency=4)
+    assert answers == [list(prompt.answer) for prompt in prompts]
 
 
 @dataclass(frozen=True)
@@ -55,7 +74,7 @@ class _LeftError(Exception):
 
 
 class Clients:
-    """Keep `concurrency` requests going until `stop`, and then see each of them end.
+    """Keep `concurrency` requests going meanwhile, and then see each of them end.
 
     patience: seconds in which every request must have ended in one way or another.
     """
@@ -70,7 +89,6 @@ class Clients:
         self._stopping = False
 
     def run(self) -> None:
-        """Ask until `stop` is called, from another thread."""
 
         async def run_all() -> None:
             limits = httpx.Limits(max_connections=None)
@@ -79,8 +97,25 @@ class Clients:
 
         asyncio.run(run_all())
 
-    def stop(self) -> None:
-        self._stopping = True
+    @contextmanager
+    def asking(self, notes: Sequence[str]) -> Iterator[None]:
+        """They ask meanwhile. Then nothing has become of a request that may not be. notes: printed at the end."""
+        print(f"HISPARSE_PD_CHAOS_SEED={SEED} HISPARSE_PD_CHAOS_SECONDS={SECONDS:g}")
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(self.run)
+            try:
+                yield
+            finally:
+                self._stopping = True
+                print("\n".join(notes))
+            running.result(timeout=self._patience + 10)
+        print(self.summary())
+        assert [ended for ended in self.ended if ended.problem is not None] == []
+
+    @property
+    def exact(self) -> int:
+        """How many requests were answered as they should be."""
+        return sum(ended.kind == "exact" for ended in self.ended)
 
     def summary(self) -> str:
         kinds = Counter(re.sub(r" \(request \S+\)", "", ended.kind) for ended in self.ended)
@@ -140,16 +175,7 @@ class _WrongError(Exception):
 
 async def _stream(client: httpx.AsyncClient, url: str, asked: Asked) -> str:
     """What kind of end the request came to: "exact", or an error in words. Raises _WrongError and _LeftError."""
-    body = {
-        "model": "tiny",
-        "prompt": list(asked.prompt.ids),
-        "max_tokens": asked.max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "stream": True,
-        "cache_salt": asked.salt,
-    }
+    body = greedy(asked.prompt.ids, asked.max_tokens, stream=True, cache_salt=asked.salt)
     expected = list(asked.prompt.answer[: asked.max_tokens])
     ids: list[int] = []
     finished = False

@@ -1,19 +1,18 @@
 """Real processes for end-to-end tests: started one by one, killed one by one, looked into over HTTP."""
 
-import asyncio
 import json
 import re
-import select
+import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from http.client import HTTPConnection
+from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from cli.serve import RANK_PORTS, arguments, free_port
@@ -35,6 +34,22 @@ def wait_until(condition: Callable[[], Any], timeout: float = 30.0, what: str = 
         assert waited < timeout, f"timed out waiting for {what or condition}"
         time.sleep(min(max(0.02, waited / 20), 0.05))
     return value
+
+
+def children_of(process: Process | subprocess.Popen[Any]) -> list[psutil.Process]:
+    """All processes below it; none if it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(process.pid).children(recursive=True)
+    return []
+
+
+def all_gone(processes: Iterable[psutil.Process]) -> bool:
+    def runs(process: psutil.Process) -> bool:
+        with suppress(psutil.NoSuchProcess):  # it may end between the two questions
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    return not any(map(runs, processes))
 
 
 def metric_value(exposition: str, name: str, labels: Mapping[str, str]) -> float:
@@ -166,13 +181,18 @@ class Cluster:
         node.process = self._spawn(node.words, node.log_path, node.module, node.environment, node.place)
         return node
 
-    def wait_ready(self, timeout: float = START_TIMEOUT_S) -> "Cluster":
+    def wait_ready(self, timeout: float = START_TIMEOUT_S, **roles: int) -> "Cluster":
+        """All processes are ready, and the gateway knows so many nodes of each role: to it, each decode rank is one."""
+
         def all_up() -> bool:
             for node in self.nodes.values():
                 node.check_alive()
             return all(node.is_up() for node in self.nodes.values())
 
         wait_until(all_up, timeout, "all processes to be ready")
+        for role, number in roles.items():
+            known = partial(self.nodes["gateway"].metric, "nodes", role=role)
+            wait_until(lambda known=known, number=number: known() == number, 60, f"{number} {role} nodes")
         return self
 
     @property
@@ -204,65 +224,3 @@ class Cluster:
     ) -> Process:
         here = [words[0], "--host", place.host, *words[1:], *place.words]
         return self.spawn(Command(module, here, environment, log_path, place.inside))
-
-
-@dataclass(frozen=True)
-class Job:
-    """One greedy completion; `abort_after` is the number of streamed tokens after which the client leaves."""
-
-    prompt_ids: Sequence[int]
-    max_tokens: int
-    abort_after: int | None = None
-
-
-async def _run_job(client: httpx.AsyncClient, url: str, job: Job) -> list[int]:
-    body = {
-        "model": "tiny",
-        "prompt": list(job.prompt_ids),
-        "max_tokens": job.max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "stream": True,
-    }
-    ids: list[int] = []
-    async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
-        if response.status_code != 200:
-            raise AssertionError((await response.aread()).decode())
-        if job.abort_after == 0:
-            return ids
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = httpx.Response(200, text=line.removeprefix("data: ")).json()
-            assert "error" not in event, event
-            for choice in event["choices"]:
-                ids += choice.get("token_ids") or []
-            if job.abort_after is not None and len(ids) >= job.abort_after:
-                return ids
-    return ids
-
-
-def complete(url: str, jobs: Sequence[Job], concurrency: int = 1) -> list[list[int]]:
-    """Run the jobs, so many at a time, and return the token ids that each streamed."""
-
-    async def run_all() -> list[list[int]]:
-        gate = asyncio.Semaphore(concurrency)
-        async with httpx.AsyncClient(timeout=180, limits=httpx.Limits(max_connections=None)) as client:
-
-            async def one(job: Job) -> list[int]:
-                async with gate:
-                    return await _run_job(client, url, job)
-
-            return await asyncio.gather(*(one(job) for job in jobs))
-
-    return asyncio.run(run_all())
-
-
-def leave_when(condition: Callable[[], Any], url: str, body: Mapping[str, Any]) -> None:
-    """Ask for a completion that is not streamed, and leave once the condition holds, before there is an answer."""
-    with closing(HTTPConnection(urlsplit(url).netloc)) as client:
-        client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        wait_until(condition)
-        answered, _, _ = select.select([client.sock], [], [], 0)
-        assert not answered, client.getresponse().read()

@@ -1,5 +1,6 @@
 """Tiny checkpoints of both families, what transformers says of them, and clusters that serve them."""
 
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,11 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from cli.serve import free_port, is_ready
 from kernels.operands import BlockFp8
 from model.tiny import write_tiny_checkpoint
 from tests.dequantised import write_dequantised
-from tests.e2e.cluster import Cluster
-from tests.e2e.spawn import execute, fork
+from tests.e2e.cluster import HOT_BUFFER, Cluster, Node, wait_until
+from tests.e2e.spawn import Command, execute, fork
 from tests.greedy import generate, likeliest, logprobs
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
@@ -30,6 +32,7 @@ class Reference:
         self._network: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         self._cache = partial(cache, config=self._network.config)
         self._answers: dict[tuple[int, ...], list[int]] = {}
+        self._likeliest: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
 
     def generate(self, prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
         """Its greedy continuation; each is computed once. Where an answer is there already, `likeliest` is cheaper."""
@@ -41,7 +44,10 @@ class Reference:
 
     def likeliest(self, prompt_ids: Sequence[int], answer: Sequence[int]) -> list[int]:
         """What it finds likeliest at each place of an answer: the answer, if and only if that is its own."""
-        return likeliest(self._network, prompt_ids, answer, self._cache())
+        key = (tuple(prompt_ids), tuple(answer))
+        if key not in self._likeliest:
+            self._likeliest[key] = likeliest(self._network, prompt_ids, answer, self._cache()) if answer else []
+        return self._likeliest[key]
 
     def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Log probabilities behind each of these tokens, [tokens, vocabulary]."""
@@ -108,8 +114,54 @@ def disable_cuda_graph() -> bool:
     return False
 
 
+StartCluster = Callable[..., Cluster]
+StartPair = Callable[..., tuple[Cluster, Node, Node]]
+Serve = Callable[..., tuple["subprocess.Popen[bytes]", str]]
+
+
 @pytest.fixture
-def start_cluster(checkpoints: dict[str, Path], tmp_path: Path, device: str) -> Iterator[Callable[..., Cluster]]:
+def log(tmp_path: Path) -> Path:
+    """What `serve` and its processes print."""
+    return tmp_path / "log"
+
+
+@pytest.fixture
+def serve(checkpoints: dict[str, Path], log: Path) -> Iterator[Serve]:
+    """A function that runs `hisparse-pd serve` and waits until it is ready."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start(*words: str, certfile: Path | None = None) -> tuple["subprocess.Popen[bytes]", str]:
+        port = free_port()
+        command = ["serve", "--model-path", str(checkpoints["deepseek_v32"]), "--served-model-name", "tiny"]
+        command += ["--port", str(port), "--transfer-protocol", "tcp", *words]
+        process = execute(Command("cli.main", command, {}, log))
+        assert isinstance(process, subprocess.Popen)
+        running.append(process)
+        url = f"{'http' if certfile is None else 'https'}://127.0.0.1:{port}"
+        wait_until(lambda: is_ready(url, certfile), timeout=90, what="serve to be ready")
+        return process, url
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def start_pair(start_cluster: StartCluster) -> StartPair:
+    """A function that starts a cluster with one node of each kind, ready: it, the prefill node, and the decode node."""
+
+    def start(prefill: dict[str, object] | None = None, **decode: object) -> tuple[Cluster, Node, Node]:
+        cluster = start_cluster()
+        nodes = cluster.prefill(**(prefill or {})), cluster.decode(**{"hisparse_config": HOT_BUFFER, **decode})
+        cluster.wait_ready()
+        return cluster, *nodes
+
+    return start
+
+
+@pytest.fixture
+def start_cluster(checkpoints: dict[str, Path], tmp_path: Path, device: str) -> Iterator[StartCluster]:
     """A function that makes a cluster of a family, with its gateway; everything is stopped after the test."""
     clusters: list[Cluster] = []
 

@@ -2,10 +2,10 @@
 
 import json
 import random
-from collections.abc import Callable
 
-from tests.e2e.cluster import Cluster, Job, Node, complete, wait_until
-from tests.e2e.conftest import Reference
+from tests.e2e.asking import Job, complete
+from tests.e2e.cluster import Node, wait_until
+from tests.e2e.conftest import References, StartCluster
 
 REQUESTS = 200
 CONCURRENCY = 32
@@ -21,7 +21,7 @@ def pools(node: Node) -> dict[str, float]:
 
 
 def test_two_hundred_requests_a_third_of_them_aborted(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference], device: str, disable_cuda_graph: bool
+    start_cluster: StartCluster, references: References, device: str, disable_cuda_graph: bool
 ) -> None:
     """Corruption under concurrent transfers (vllm 44238, sglang 23020) and late writes (sglang PRs 24580, 31357)."""
     cluster = start_cluster()

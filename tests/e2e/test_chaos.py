@@ -6,29 +6,24 @@ HISPARSE_PD_CHAOS_SECONDS (20 by default, 60 in .ci/run) and HISPARSE_PD_CHAOS_S
 import heapq
 import itertools
 import json
-import os
 import random
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.e2e.chaos_audit import Audit
-from tests.e2e.chaos_clients import Clients, Prompt
+from tests.e2e.chaos_clients import SECONDS, SEED, Clients, Prompt, assert_as_before, prompts_with_answers
 from tests.e2e.chaos_schedule import DECODE_NODE, PREFILL_NODES, Action, Fault, schedule
-from tests.e2e.cluster import Cluster, Job, Node, complete, wait_until
-from tests.e2e.conftest import TOKEN_BYTES, Reference
+from tests.e2e.cluster import Cluster, Node, wait_until
+from tests.e2e.conftest import TOKEN_BYTES, References
 from tests.e2e.faulty_node import MODULE, Faults, Switches
 from tests.e2e.spawn import fork
 
-SECONDS = float(os.environ.get("HISPARSE_PD_CHAOS_SECONDS", "20"))
-SEED = int(os.environ.get("HISPARSE_PD_CHAOS_SEED", random.randrange(1_000_000)))
 LENGTHS = (1, 7, 40, 64, 129, 200, 333, 512, 700, 1000, 1500, 3000)
-MOST_TOKENS = 40
 HOST_SLOTS = 4200
 """One of the longest prompts fits, or some shorter ones: slots are scarce and used again at once."""
 REQUEST_TIMEOUT_S = 40.0
@@ -115,10 +110,8 @@ class Conductor:
 
 
 @pytest.fixture
-def prompts(references: dict[str, Reference]) -> list[Prompt]:
-    rng = random.Random(5)
-    drawn = [[rng.randrange(256) for _ in range(length)] for length in LENGTHS]
-    return [Prompt(ids, references["deepseek_v32"].generate(ids, MOST_TOKENS)) for ids in drawn]
+def prompts(references: References) -> list[Prompt]:
+    return prompts_with_answers(references["deepseek_v32"], LENGTHS, seed=5)
 
 
 @pytest.fixture
@@ -152,40 +145,28 @@ def cluster(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[Cluster]:
 
 
 @pytest.mark.timeout(SECONDS + 400)
-def test_whatever_goes_wrong_no_byte_is_wrong_no_slot_is_lost_and_no_request_hangs(
+def test_no_byte_is_wrong_no_slot_is_lost_and_no_request_hangs(
     cluster: Cluster, prompts: list[Prompt], tmp_path: Path
 ) -> None:
     """Corruption under concurrent transfers (vllm 44238, sglang 23020), late writes (sglang PRs 24580, 31357)."""
-    print(f"HISPARSE_PD_CHAOS_SEED={SEED} HISPARSE_PD_CHAOS_SECONDS={SECONDS:g}")
     cluster.wait_ready()
     switches = Switches(tmp_path / "faults")
     conductor = Conductor(cluster, switches)
     clients = Clients(cluster.url, prompts, random.Random(SEED), CONCURRENCY, PATIENCE_S)
-
-    with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(clients.run)
+    with clients.asking(conductor.notes):
+        switches.chaos.touch()
         try:
-            switches.chaos.touch()
             conductor.play(schedule(SEED, SECONDS), SECONDS)
             # On a slow machine fewer get through meanwhile: the rest may, while messages and writes go on being spoilt.
-            wait_until(lambda: exact_answers(clients) >= SECONDS / 2, 90, "enough requests to get through")
+            wait_until(lambda: clients.exact >= SECONDS / 2, 90, "enough requests to get through")
         finally:
             switches.chaos.unlink()
-            clients.stop()
-            print("\n".join(conductor.notes))
-        asking.result(timeout=PATIENCE_S + 10)
-    print(clients.summary())
-
-    assert [ended for ended in clients.ended if ended.problem is not None] == []
-    exact = exact_answers(clients)
-    assert exact >= SECONDS / 2, "too few requests got through for this to say anything"
 
     cluster.wait_ready()
-    answers = complete(cluster.url, [Job(prompt.ids, MOST_TOKENS) for prompt in prompts], concurrency=4)
-    assert answers == [list(prompt.answer) for prompt in prompts], "as before once nothing goes wrong any more"
+    assert_as_before(cluster.url, prompts)
     twice = prompts[-2]
     for _ in range(2):
-        assert complete(cluster.url, [Job(twice.ids, MOST_TOKENS)]) == [list(twice.answer)]
+        assert_as_before(cluster.url, [twice])
     # Slots of which something lingers, since a connection was cut under a write, are held for 30 s.
     wait_until(lambda: left_over(cluster) == {}, 60, "everything to come back")
 
@@ -193,16 +174,11 @@ def test_whatever_goes_wrong_no_byte_is_wrong_no_slot_is_lost_and_no_request_han
     print(f"audited prompts: {audit.seen}, with {audit.blocks} blocks")
     assert audit.wrong == []
     assert audit.seen["landed"] > 0
-    assert audit.seen["begun"] >= exact_answers(clients)
+    assert audit.seen["begun"] >= clients.exact
     assert cluster.nodes[DECODE_NODE].metric("prefix_cache_hits_total", side="decode") >= len(twice.ids) // 2
     for transport in ("shm", "tcp"):
         assert any(f"transport={transport}" in cluster.nodes[name].log for name in PREFILL_NODES)
     assert suspicious_lines(cluster) == []
-
-
-def exact_answers(clients: Clients) -> int:
-    """How many requests were answered as they should be."""
-    return sum(ended.kind == "exact" for ended in clients.ended)
 
 
 def left_over(cluster: Cluster) -> dict[str, float]:

@@ -17,8 +17,9 @@ import zmq
 
 from control import access
 from control.keys import generate, generate_node, load_keys, load_token
-from tests.e2e.cluster import Cluster, Job, Node, complete, wait_until
-from tests.e2e.conftest import Reference
+from tests.e2e.asking import Job, complete
+from tests.e2e.cluster import Cluster, Node, wait_until
+from tests.e2e.conftest import Reference, References
 from tests.e2e.spawn import fork
 
 STRANGERS = itertools.count(1)
@@ -91,7 +92,7 @@ def refused(node: Node, *reasons: str) -> float:
     return sum(node.metric("control_refused", reason=reason) for reason in reasons)
 
 
-def test_a_cluster_with_keys_serves(cluster: Cluster, references: dict[str, Reference]) -> None:
+def test_a_cluster_with_keys_serves(cluster: Cluster, references: References) -> None:
     assert_serves(cluster, references["deepseek_v32"])
     assert [refused(node, *access.REASONS) for node in cluster.nodes.values()] == [0, 0, 0]
 
@@ -108,7 +109,7 @@ def test_nodes_without_an_allowed_key_never_register(
     cluster: Cluster,
     keys: Path,
     tmp_path: Path,
-    references: dict[str, Reference],
+    references: References,
     strangers: Callable[..., list[Node]],
     stranger: str,
 ) -> None:
@@ -133,11 +134,7 @@ def test_nodes_without_an_allowed_key_never_register(
 
 
 def test_revoked_nodes_are_dropped_and_the_others_serve_on(
-    cluster: Cluster,
-    keys: Path,
-    tmp_path: Path,
-    references: dict[str, Reference],
-    strangers: Callable[..., list[Node]],
+    cluster: Cluster, keys: Path, tmp_path: Path, references: References, strangers: Callable[..., list[Node]]
 ) -> None:
     strangers(key_dir=key_directory(keys, tmp_path / "own", "revoked"))
     wait_until(lambda: members(cluster) == (2, 2), timeout=120, what="them to register")
@@ -147,42 +144,8 @@ def test_revoked_nodes_are_dropped_and_the_others_serve_on(
     assert_serves(cluster, references["deepseek_v32"])
 
 
-def test_a_key_of_another_role_registers_nothing(cluster: Cluster, keys: Path) -> None:
-    """A process that has a prefill node's key says that it is a decode node."""
-    loaded = load_keys(keys, "prefill")
-    gateway = cluster.nodes["gateway"]
-    context = zmq.Context()
-    push = context.socket(zmq.PUSH)
-    push.curve_publickey, push.curve_secretkey = loaded.own.public.encode(), loaded.own.secret.encode()
-    push.curve_serverkey = loaded.cluster.public.encode()
-    push.connect(f"tcp://127.0.0.1:{gateway.control_port}")
-    push.send(registration("decode"))
-    wait_until(lambda: refused(gateway, "role") == 1)
-    assert members(cluster) == (1, 1)
-    context.destroy(linger=0)
-
-
-def registration(role: str) -> bytes:
-    from control.codec import encode
-    from control.messages import Peer, Register
-    from tests.identity import IDENTITY
-
-    me = Peer(role=role, address="127.0.0.1:9", boot_id="forged")  # type: ignore[arg-type]
-    offer = Register(
-        via="127.0.0.1:9",
-        role=role,  # type: ignore[arg-type]
-        identity=IDENTITY,
-        transports=("tcp",),
-        page_size=64,
-        max_request_tokens=100,
-    )
-    return encode(offer, me)
-
-
 @pytest.mark.slow
-def test_a_storm_on_the_control_ports_costs_no_request(
-    cluster: Cluster, keys: Path, references: dict[str, Reference]
-) -> None:
+def test_a_storm_on_the_control_ports_costs_no_request(cluster: Cluster, keys: Path, references: References) -> None:
     """4,000 garbage frames under an allowed key, as many without one, raw noise and half-open connections."""
     loaded = load_keys(keys, "prefill")
     context = zmq.Context()
@@ -244,7 +207,7 @@ def test_the_quarantine_takes_the_operators_token(cluster: Cluster, keys: Path) 
     assert (listed.returncode, listed.stdout) == (0, "nothing is in quarantine\n")
 
 
-def test_no_secret_was_shown_anywhere(cluster: Cluster, keys: Path, references: dict[str, Reference]) -> None:
+def test_no_secret_was_shown_anywhere(cluster: Cluster, keys: Path, references: References) -> None:
     """In the logs, at debug level, of all that the tests above did; on /metrics, in `ps`, in errors."""
     secrets = [load_token(keys)] + [load_keys(keys, role).own.secret for role in ("gateway", "prefill", "decode")]
     secrets.append(load_keys(keys, "gateway").cluster.secret)

@@ -1,59 +1,18 @@
 """Processes that are told to stop while clients are served: nobody notices, and nothing is left behind."""
 
 import json
-import random
 import signal
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
-from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, Node, complete, wait_until
-from tests.e2e.conftest import Reference
+from tests.e2e.asking import Job, Load, complete, random_prompts, streamed
+from tests.e2e.cluster import HOT_BUFFER, Node, wait_until
+from tests.e2e.conftest import References, StartCluster, StartPair
 
-LENGTHS = (30, 129, 200, 400)
-MOST_TOKENS = 32
-STREAMS = 6
-
-
-class Clients:
-    """Several clients, one request after another each, until `enough`; every answer is compared with the reference."""
-
-    def __init__(self, url: str, reference: Reference) -> None:
-        rng = random.Random(3)
-        prompts = [[rng.randrange(256) for _ in range(length)] for length in LENGTHS]
-        self._jobs = [Job(prompt, tokens) for prompt in prompts for tokens in (8, MOST_TOKENS)]
-        self._expected = [reference.generate(prompt, MOST_TOKENS) for prompt in prompts for _ in range(2)]
-        self._url = url
-        self._enough = False
-        self.answered = 0
-
-    def run(self, client: int) -> None:
-        number = client
-        while not self._enough:
-            which = number % len(self._jobs)
-            [answer] = complete(self._url, [self._jobs[which]])
-            assert answer == self._expected[which][: self._jobs[which].max_tokens]
-            self.answered += 1
-            number += 1
-
-    @contextmanager
-    def running(self) -> Iterator["Clients"]:
-        """Clients at work meanwhile. AssertionError if one of them saw an error or a wrong token."""
-        with ThreadPoolExecutor(STREAMS) as pool:
-            clients: list[Future[None]] = [pool.submit(self.run, client) for client in range(STREAMS)]
-            try:
-                yield self
-            finally:
-                self._enough = True
-            for client in clients:
-                client.result()
-
-    def wait_for_more(self, count: int) -> None:
-        enough = self.answered + count
-        wait_until(lambda: self.answered >= enough, timeout=120, what="more answers")
+JOBS = [Job(prompt, tokens) for prompt in random_prompts((30, 129, 200, 400), seed=3) for tokens in (8, 32)]
 
 
 def holds_nothing(node: Node) -> bool:
@@ -66,7 +25,7 @@ def holds_nothing(node: Node) -> bool:
 
 @pytest.mark.slow
 def test_nodes_that_are_replaced_under_load_cost_no_client_anything(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+    start_cluster: StartCluster, references: References
 ) -> None:
     cluster = start_cluster()
     prefills = [
@@ -76,7 +35,7 @@ def test_nodes_that_are_replaced_under_load_cost_no_client_anything(
     decodes = [cluster.decode(f"decode-{i}", hisparse_config=HOT_BUFFER, max_running_requests=8) for i in range(2)]
     cluster.wait_ready()
 
-    with Clients(cluster.url, references["deepseek_v32"]).running() as clients:
+    with Load(cluster.url, references["deepseek_v32"], JOBS).running(6) as clients:
         for leaving in (decodes[0], prefills[0]):
             clients.wait_for_more(6)
             wait_until(lambda node=leaving: not holds_nothing(node), what=f"{leaving.name} to have work")
@@ -92,35 +51,16 @@ def test_nodes_that_are_replaced_under_load_cost_no_client_anything(
         assert node.metric("transfer_failures_total", reason="write") == 0
 
 
-def stream_of(url: str, prompt: list[int], max_tokens: int) -> "httpx._client.ContextManager[httpx.Response]":
-    body = {
-        "model": "tiny",
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "stream": True,
-    }
-    return httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120)
-
-
-def ids_of(lines: Iterator[str]) -> list[int]:
+def streamed_ids(lines: Iterator[str]) -> list[int]:
     """The token ids of the events that are left. AssertionError if one of them is an error."""
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     assert not any("error" in event for event in events), events[-1]
     return [token_id for event in events for choice in event["choices"] for token_id in choice["token_ids"]]
 
 
-def test_a_process_that_drains_says_so_and_a_second_signal_ends_it(
-    start_cluster: Callable[..., Cluster],
-) -> None:
-    cluster = start_cluster()
-    cluster.prefill()
-    decode = cluster.decode(hisparse_config=HOT_BUFFER)
-    cluster.wait_ready()
-    with stream_of(cluster.url, [1] * 50, 8000) as response:
-        lines = response.iter_lines()
+def test_a_process_that_drains_says_so_and_a_second_signal_ends_it(start_pair: StartPair) -> None:
+    cluster, _, decode = start_pair()
+    with streamed(cluster.url, [1] * 50, 8000) as lines:
         next(lines)
         decode.signal(signal.SIGTERM)
         wait_until(lambda: decode.get("/ready").status_code == 503)
@@ -135,31 +75,21 @@ def test_a_process_that_drains_says_so_and_a_second_signal_ends_it(
 
 
 @pytest.mark.parametrize("role", ["gateway", "decode"])
-def test_what_streams_is_finished(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference], role: str
-) -> None:
-    cluster = start_cluster()
-    cluster.prefill()
-    cluster.decode(hisparse_config=HOT_BUFFER)
-    cluster.wait_ready()
+def test_what_streams_is_finished(start_pair: StartPair, references: References, role: str) -> None:
+    cluster, _, _ = start_pair()
     prompt = [5, 6, 7] * 40
-    with stream_of(cluster.url, prompt, 300) as response:
-        lines = response.iter_lines()
-        first = ids_of(iter([next(lines)]))
+    with streamed(cluster.url, prompt, 300) as lines:
+        first = streamed_ids(iter([next(lines)]))
         cluster.nodes[role].signal(signal.SIGTERM)
-        rest = ids_of(lines)
+        rest = streamed_ids(lines)
     assert len(first + rest) == 300
     assert first + rest == references["deepseek_v32"].likeliest(prompt, first + rest)
     assert cluster.nodes[role].process.wait(timeout=30) == 0
 
 
-def test_what_is_left_at_the_drain_timeout_is_ended(start_cluster: Callable[..., Cluster]) -> None:
-    cluster = start_cluster()
-    cluster.prefill()
-    decode = cluster.decode(hisparse_config=HOT_BUFFER, drain_timeout=1)
-    cluster.wait_ready()
-    with stream_of(cluster.url, [1] * 50, 8000) as response:
-        lines = response.iter_lines()
+def test_what_is_left_at_the_drain_timeout_is_ended(start_pair: StartPair) -> None:
+    cluster, _, decode = start_pair(drain_timeout=1)
+    with streamed(cluster.url, [1] * 50, 8000) as lines:
         next(lines)
         decode.signal(signal.SIGTERM)
         assert any('"error"' in line for line in lines)
@@ -167,14 +97,9 @@ def test_what_is_left_at_the_drain_timeout_is_ended(start_cluster: Callable[...,
     assert "the decode node is stopping" in decode.log
 
 
-def test_a_prefill_node_finishes_the_prompt_that_it_computes(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
-) -> None:
+def test_a_prefill_node_finishes_the_prompt_that_it_computes(start_pair: StartPair, references: References) -> None:
     """It is the only one: handed back, the request would wait for another."""
-    cluster = start_cluster()
-    prefill = cluster.prefill(chunked_prefill_size=64)
-    decode = cluster.decode(hisparse_config=HOT_BUFFER)
-    cluster.wait_ready()
+    cluster, prefill, decode = start_pair({"chunked_prefill_size": 64})
     prompt = [7, 3, 9, 200, 41] * 240
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(complete, cluster.url, [Job(prompt, 8)])
@@ -187,13 +112,12 @@ def test_a_prefill_node_finishes_the_prompt_that_it_computes(
 
 
 def test_a_request_waits_for_the_successor_of_a_prefill_node_that_left(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+    start_pair: StartPair, references: References
 ) -> None:
     """A rolling update of a single prefill node: what it had not begun is computed by the process that replaces it."""
-    cluster = start_cluster()
-    prefill = cluster.prefill(chunked_prefill_size=16, context_length=1216, max_total_tokens=1216)
-    decode = cluster.decode(hisparse_config=HOT_BUFFER, prefill_retries=0)
-    cluster.wait_ready()
+    cluster, prefill, decode = start_pair(
+        {"chunked_prefill_size": 16, "context_length": 1216, "max_total_tokens": 1216}, prefill_retries=0
+    )
     jobs = [Job([number, 3, 9, 200, 41] * 240, 8) for number in range(3)]
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(complete, cluster.url, jobs, concurrency=len(jobs))

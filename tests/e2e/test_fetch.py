@@ -3,28 +3,23 @@
 import random
 import signal
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import pytest
 
 from base.block_hashes import BLOCK_TOKENS
+from tests.e2e.asking import Job, ask, complete, ids_of, random_prompts, whole_blocks
 from tests.e2e.chaos_audit import Audit
-from tests.e2e.cluster import Cluster, Job, Node, complete
-from tests.e2e.conftest import FAMILIES, TOKEN_BYTES, Reference
+from tests.e2e.cluster import Node
+from tests.e2e.conftest import FAMILIES, TOKEN_BYTES, References, StartCluster
 from tests.e2e.test_transfer_faults import SHORT, Surroundings
 
 TURNS = 10
 LENGTH = 150
 """Tokens of the first turn. Each further one adds the answer and two more."""
 NEW_TOKENS = 40
-
-
-def whole_blocks(tokens: int) -> int:
-    return tokens // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 class Rises:
@@ -42,8 +37,8 @@ class Rises:
 
 
 @pytest.mark.parametrize("transport", ["tcp", pytest.param("shm", marks=pytest.mark.slow)])
-def test_a_conversation_computes_what_no_node_has_and_sends_what_its_decode_node_lacks(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference], device: str, transport: str
+def test_a_conversation_computes_and_sends_only_what_no_node_has(
+    start_cluster: StartCluster, references: References, device: str, transport: str
 ) -> None:
     """On two nodes of each kind, of which a prefill node ends half way: turn by turn, and to the token."""
     family = FAMILIES[0]
@@ -55,12 +50,10 @@ def test_a_conversation_computes_what_no_node_has_and_sends_what_its_decode_node
     cluster.wait_ready()
     has = dict.fromkeys((*prefills, *decodes), 0)
     all_fetched = 0
-    rng = random.Random(5)
-    text = [rng.randrange(256) for _ in range(LENGTH)]
+    [text] = random_prompts([LENGTH], seed=5)
     for turn in range(TURNS):
-        body = {"model": "tiny", "prompt": text, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
-        answer = httpx.post(f"{cluster.url}/v1/completions", json=body | {"return_token_ids": True}, timeout=60).json()
-        new = answer["choices"][0]["token_ids"]
+        answer = ask(cluster.url, text, NEW_TOKENS)
+        new = ids_of(answer)
         assert new == references[family].likeliest(text, new)
         tokens = len(text) - 1
         [prefill] = [node for node in prefills if node.of("prefix_cache_queries_total")]
@@ -86,10 +79,10 @@ def test_a_conversation_computes_what_no_node_has_and_sends_what_its_decode_node
 
 
 def test_a_prefix_that_comes_back_with_another_byte_is_computed(
-    checkpoints: dict[str, Path], references: dict[str, Reference], tmp_path: Path
+    checkpoints: dict[str, Path], references: References, tmp_path: Path
 ) -> None:
     """The answer's blocks are at the decode node only."""
-    surroundings = Surroundings(checkpoints[FAMILIES[0]], tmp_path)
+    surroundings = Surroundings(checkpoints[FAMILIES[0]], tmp_path, references[FAMILIES[0]])
     cluster = surroundings.cluster
     with cluster:
         surroundings.start("tcp", fetch_prefixes="always")
@@ -106,11 +99,11 @@ def test_a_prefix_that_comes_back_with_another_byte_is_computed(
 
 
 @pytest.mark.slow
-def test_prefixes_come_back_although_messages_are_lost_reads_are_slow_and_readers_die(
-    checkpoints: dict[str, Path], references: dict[str, Reference], tmp_path: Path
+def test_prefixes_come_back_though_messages_are_lost_and_readers_die(
+    checkpoints: dict[str, Path], references: References, tmp_path: Path
 ) -> None:
     """A conversation whose prefill node is killed in every turn but the last, while it may be reading."""
-    surroundings = Surroundings(checkpoints[FAMILIES[0]], tmp_path)
+    surroundings = Surroundings(checkpoints[FAMILIES[0]], tmp_path, references[FAMILIES[0]])
     surroundings.faults = replace(surroundings.faults, drop=0.08, delay=0.15, slow=0.3, slow_s=(0.0, 1.0))
     cluster, rng = surroundings.cluster, random.Random(3)
     with cluster, ThreadPoolExecutor() as asking:

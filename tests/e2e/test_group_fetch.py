@@ -3,32 +3,23 @@
 import random
 import re
 import signal
-from collections.abc import Callable
 
-import httpx
 import pytest
 
+from tests.e2e.asking import ask, ids_of, whole_blocks
 from tests.e2e.cluster import Cluster
-from tests.e2e.conftest import TOKEN_BYTES, Reference
-from tests.e2e.test_fetch import Rises, whole_blocks
-from tests.e2e.test_prefill_ranks import wait_ready
+from tests.e2e.conftest import TOKEN_BYTES, Reference, References, StartCluster
+from tests.e2e.test_fetch import Rises
 from transfer.checksum import GROUP_POSITIONS
 
 NEW_TOKENS = 100
 """More than a block and the least that is fetched."""
 
 
-def ask(cluster: Cluster, text: list[int]) -> list[int]:
-    body = {"model": "tiny", "prompt": text, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
-    answer = httpx.post(f"{cluster.url}/v1/completions", json=body | {"return_token_ids": True}, timeout=120).json()
-    new: list[int] = answer["choices"][0]["token_ids"]
-    return new
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "transport"), [(2, "tcp"), (4, "shm")])
 def test_a_group_fetches_generated_and_prompt_tokens_each_rank_a_part(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference], ranks: int, transport: str
+    start_cluster: StartCluster, references: References, ranks: int, transport: str
 ) -> None:
     assert_fetched_in_parts(start_cluster(), references["deepseek_v32"], ranks, transfer_protocol=transport)
 
@@ -47,18 +38,18 @@ def assert_fetched_in_parts(cluster: Cluster, reference: Reference, ranks: int, 
             del cluster.nodes["prefill"]
         cluster.nodes["prefill"] = cluster.prefill(name, ranks=ranks, chunked_prefill_size=1000, **flags)
         del cluster.nodes[name]
-        wait_ready(cluster)
+        cluster.wait_ready(timeout=120, decode=1, prefill=1)
 
     decode = cluster.decode(**common)
     replace_prefill("one", 1)
     rng = random.Random(9)
     text = [rng.randrange(256) for _ in range(length)]
-    text += [*ask(cluster, text), 1, 2]
+    text += [*ids_of(ask(cluster.url, text, NEW_TOKENS)), 1, 2]
     replace_prefill("group", ranks)
     prefill = Rises(cluster.nodes["prefill"], "prefill")
     cached = 0
     for _ in range(2):
-        new = ask(cluster, text)
+        new = ids_of(ask(cluster.url, text, NEW_TOKENS))
         assert new == reference.likeliest(text, new)
         tokens = len(text) - 1
         # The decode node has no KV of the last token that it has generated, nor of what was added behind it.
@@ -74,5 +65,5 @@ def assert_fetched_in_parts(cluster: Cluster, reference: Reference, ranks: int, 
     readers = re.findall(r"process=prefill-rank-(\d+) event=reads ", group.log)
     assert set(map(int, readers)) == set(range(ranks))
     replace_prefill("again", 1)
-    assert ask(cluster, asked) == new
+    assert ids_of(ask(cluster.url, asked, NEW_TOKENS)) == new
     decode.wait_unused("host_slots")

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.demo.__main__ import HOT_BUFFER
 from cli.serve import free_port
 from control.keys import generate
-from ranks.watchdog import GRACE_S
-from tests.e2e.cluster import Cluster, Job, Node, Place, complete, wait_until
-from tests.e2e.conftest import Reference
+from ranks.watch import GRACE_S
+from tests.e2e.asking import Job, assert_exact
+from tests.e2e.cluster import HOT_BUFFER, Cluster, Node, Place, wait_until
+from tests.e2e.conftest import References
 from tests.e2e.hosts import Network, why_not
 from tests.e2e.spawn import fork, start_fork_server
 from tests.e2e.test_ranks import JOBS, ranks_of
@@ -45,9 +45,7 @@ class Groups:
             group = {"ranks": 2, "nnodes": 2, "dist_init_addr": f"{first}:{free_port()}", "key_dir": self.keys}
             for number, host in enumerate(HOSTS):
                 start(f"{role}@{host}", node_rank=number, step_timeout=STEP_TIMEOUT_S, **group, **FLAGS[role])
-        self.cluster.wait_ready(timeout=150)
-        gateway = self.cluster.nodes["gateway"]
-        wait_until(lambda: gateway.metric("nodes", role="decode") == 2, 60, "both decode ranks")
+        self.cluster.wait_ready(timeout=150, decode=2)
 
     def node(self, role: str, number: int) -> Node:
         return self.cluster.nodes[f"{role}@{HOSTS[number]}"]
@@ -67,15 +65,10 @@ def groups(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[Groups]:
             yield made
 
 
-def test_tokens_equal_transformers_and_a_lost_host_ends_the_group_on_the_other(
-    groups: Groups, references: dict[str, Reference]
-) -> None:
+def test_tokens_equal_transformers_and_a_lost_host_ends_its_group(groups: Groups, references: References) -> None:
     cluster, reference = groups.cluster, references["deepseek_v32"]
     for concurrency, jobs in ((1, JOBS[:2]), (12, JOBS)):
-        for job, answer in zip(jobs, complete(cluster.url, jobs, concurrency), strict=True):
-            expected = reference.generate(list(job.prompt_ids), job.max_tokens)
-            assert answer == expected[: len(answer)], f"prompt of {len(job.prompt_ids)} tokens"
-            assert len(answer) == len(expected) or job.abort_after is not None
+        assert_exact(cluster.url, reference, jobs, concurrency)
     for number in range(2):
         decode = groups.node("decode", number)
         assert decode.metric("swap_in_misses_total") > 0, "each rank had long requests"
@@ -95,11 +88,8 @@ def test_tokens_equal_transformers_and_a_lost_host_ends_the_group_on_the_other(
     for role in ("prefill", "decode"):
         for number in range(2):
             cluster.restart(groups.node(role, number))
-    cluster.wait_ready(timeout=150)
-    gateway = cluster.nodes["gateway"]
-    wait_until(lambda: gateway.metric("nodes", role="decode") == 2, 60, "both decode ranks")
-    job = Job(JOBS[0].prompt_ids, 8)
-    assert complete(cluster.url, [job]) == [reference.generate(list(job.prompt_ids), 8)]
+    cluster.wait_ready(timeout=150, decode=2)
+    assert_exact(cluster.url, reference, [Job(JOBS[0].prompt_ids, 8)])
     groups.node("decode", 1).process.send_signal(signal.SIGTERM)
     assert [groups.node("decode", number).process.wait(timeout=60) for number in range(2)] == [0, 0]
 

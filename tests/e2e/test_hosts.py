@@ -7,10 +7,8 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -18,18 +16,19 @@ import httpx
 import pytest
 
 from control.keys import generate, load_token
-from tests.e2e.cluster import Cluster, Job, Node, Place, complete, wait_until
-from tests.e2e.conftest import TOKEN_BYTES, Reference
+from tests.e2e.asking import Job, Load, assert_exact, random_prompts
+from tests.e2e.cluster import Cluster, Node, Place, wait_until
+from tests.e2e.conftest import TOKEN_BYTES, Reference, References
 from tests.e2e.hosts import Host, Network, why_not
 from tests.e2e.spawn import fork, start_fork_server
-from tests.e2e.test_parity import prompts
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 
 PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 PORTS = range(15000, 15032)
 RECIPE = Path(__file__).parents[2] / "deploy/nftables/hisparse-pd.nft"
-PROMPTS = prompts((800, 300, 500, 64, 700, 1, 250, 600), seed=3)
+PROMPTS = random_prompts((800, 300, 500, 64, 700, 1, 250, 600), seed=3)
+JOBS = [Job(prompt, 24) for prompt in PROMPTS]
 
 
 class Site:
@@ -80,11 +79,9 @@ class Site:
     def host_of(self, node: Node) -> Host:
         return self.network.hosts[node.name]
 
-    def assert_serves(self, times: int = 1) -> None:
-        """All prompts at once, so often, say what the reference says, and every slot is free again."""
-        jobs = [Job(prompt, 24) for prompt in PROMPTS] * times
-        expected = [self.reference.generate(job.prompt_ids, job.max_tokens) for job in jobs]
-        assert complete(self.cluster.url, jobs, concurrency=8) == expected
+    def assert_serves(self) -> None:
+        """All prompts at once say what the reference says, and every slot is free again."""
+        assert_exact(self.cluster.url, self.reference, JOBS, concurrency=8)
         self.wait_all_free()
 
     def wait_all_free(self, timeout: float = 60.0) -> None:
@@ -92,24 +89,10 @@ class Site:
         wait_until(lambda: self.slots("used") == self.slots("quarantined") == 0, timeout, "all slots to be free")
 
     @contextmanager
-    def under_load(self, clients: int = 4) -> Iterator[None]:
-        """Meanwhile, so many clients ask for one prompt after another. All answers are exact."""
-        over = threading.Event()
-
-        def client(number: int) -> None:
-            while not over.is_set():
-                job = Job(PROMPTS[number % len(PROMPTS)], 24)
-                assert complete(self.cluster.url, [job]) == [self.reference.generate(job.prompt_ids, job.max_tokens)]
-                number += 1
-
-        with ThreadPoolExecutor(clients) as pool:
-            running = [pool.submit(client, number) for number in range(clients)]
-            try:
-                yield
-            finally:
-                over.set()
-            for one in running:
-                one.result()
+    def under_load(self) -> Iterator[None]:
+        """Meanwhile, clients ask for one prompt after another. All answers are exact."""
+        with Load(self.cluster.url, self.reference, JOBS).running(4):
+            yield
 
     def landed(self, prefill: Node, decode: Node) -> int:
         """How many prompts of this pair of nodes, at the addresses that they have now, have landed so far."""
@@ -152,7 +135,7 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site(
-    checkpoints: dict[str, Path], references: dict[str, Reference], tmp_path_factory: pytest.TempPathFactory
+    checkpoints: dict[str, Path], references: References, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Site]:
     directory = tmp_path_factory.mktemp("hosts")
     start_fork_server()  # on the machine: the client's host ends with these tests
@@ -163,7 +146,7 @@ def site(
             yield made
 
 
-def test_requests_from_another_host_are_exact_and_every_pair_of_nodes_takes_part(site: Site) -> None:
+def test_requests_from_another_host_are_exact_on_every_pair_of_nodes(site: Site) -> None:
     site.assert_serves()
     with site.under_load():
         wait_until(lambda: all(site.pairs().values()), 60, "every pair to have served")
@@ -191,9 +174,7 @@ def test_with_10_ms_of_delay_and_1_percent_of_loss_requests_are_exact(site: Site
 
 
 @pytest.mark.slow
-def test_a_partition_of_20_s_between_two_nodes_costs_their_requests_a_retry_and_then_they_are_a_pair_again(
-    site: Site,
-) -> None:
+def test_a_partition_between_two_nodes_costs_their_requests_a_retry(site: Site) -> None:
     prefill, decode = site.prefill[0], site.decode[0]
     apart = (site.host_of(prefill), site.host_of(decode))
     retries = decode.metric("prefill_retries_total")
@@ -216,9 +197,7 @@ def test_a_partition_of_20_s_between_two_nodes_costs_their_requests_a_retry_and_
     assert decode.metric("prefill_retries_total") - retries < 10
 
 
-def test_a_prefill_node_that_restarts_at_another_address_is_used_at_once_and_its_requests_go_elsewhere(
-    site: Site,
-) -> None:
+def test_a_prefill_node_that_restarts_at_another_address_is_used_at_once(site: Site) -> None:
     prefill = site.prefill[1]
     with site.under_load():
         wait_until(lambda: prefill.metric("requests", state="computing"), what="a prefill to be under way")
@@ -235,9 +214,7 @@ def test_a_prefill_node_that_restarts_at_another_address_is_used_at_once_and_its
 
 
 @pytest.mark.slow
-def test_a_decode_node_that_restarts_at_another_address_is_used_at_once_and_nothing_goes_to_the_old_one(
-    site: Site,
-) -> None:
+def test_a_decode_node_that_restarts_at_another_address_is_used_at_once(site: Site) -> None:
     decode = site.decode[1]
     old = site.host_of(decode).addresses["data"]
     decode.kill()
@@ -254,7 +231,7 @@ def test_a_decode_node_that_restarts_at_another_address_is_used_at_once_and_noth
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nft") is None, reason="not installed: nft")
-def test_the_nftables_recipe_keeps_strangers_from_the_transfer_ports_and_lets_nodes_through(site: Site) -> None:
+def test_the_nftables_recipe_keeps_strangers_from_the_transfer_ports(site: Site) -> None:
     stranger = site.network.host("stranger", "data")
     victim = site.decode[0]
     session = re.findall(r"session=(\S+)", victim.log)[-1]

@@ -1,14 +1,13 @@
 """A rank that is stopped while no rank waits for it ends its node, as one does that is stopped inside a step."""
 
 import signal
-from collections.abc import Callable
 
 import pytest
 
-from ranks.watchdog import GRACE_S
-from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, complete, wait_until
-from tests.e2e.conftest import Reference
-from tests.e2e.served import all_gone
+from ranks.watch import GRACE_S
+from tests.e2e.asking import Job, assert_exact
+from tests.e2e.cluster import HOT_BUFFER, all_gone
+from tests.e2e.conftest import References, StartCluster
 from tests.e2e.test_ranks import PROMPT, ranks_of
 
 pytestmark = pytest.mark.slow
@@ -21,10 +20,10 @@ STEP_TIMEOUT_S = 2
     [("prefill", 0), ("prefill", 1), ("decode", 1)],
     ids=["first-of-prefill", "follower-of-prefill", "of-decode"],
 )
-def test_a_rank_that_is_stopped_in_peace_ends_its_node_which_then_starts_again(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference], role: str, rank: int
+def test_a_rank_that_is_stopped_in_peace_ends_its_node_which_starts_again(
+    start_cluster: StartCluster, references: References, role: str, rank: int
 ) -> None:
-    cluster, job = start_cluster(), Job(PROMPT, 8)
+    cluster = start_cluster()
     groups = {
         name: {"ranks": 2, "step_timeout": STEP_TIMEOUT_S} if name == role else {} for name in ("prefill", "decode")
     }
@@ -32,15 +31,10 @@ def test_a_rank_that_is_stopped_in_peace_ends_its_node_which_then_starts_again(
         "prefill": cluster.prefill(**groups["prefill"]),
         "decode": cluster.decode(hisparse_config=HOT_BUFFER, **groups["decode"]),
     }
-    expected = [references["deepseek_v32"].generate(PROMPT, 8)]
 
     def serves() -> None:
-        cluster.wait_ready(timeout=120)
-        decode_nodes = 2 if role == "decode" else 1
-        gateway = cluster.nodes["gateway"]
-        wait_until(lambda: gateway.metric("nodes", role="decode") == decode_nodes, 60, "the decode nodes")
-        wait_until(lambda: gateway.metric("nodes", role="prefill") == 1, 60, "the prefill node")
-        assert complete(cluster.url, [job]) == expected
+        cluster.wait_ready(timeout=120, decode=2 if role == "decode" else 1, prefill=1)
+        assert_exact(cluster.url, references["deepseek_v32"], [Job(PROMPT, 8)])
 
     serves()
     nodes["prefill"].wait_unused("prefill_pages")

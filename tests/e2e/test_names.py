@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from cli.serve import free_port
-from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, Place, complete, wait_until
-from tests.e2e.conftest import Reference
+from tests.e2e.asking import Job, complete
+from tests.e2e.cluster import HOT_BUFFER, Cluster, Place, wait_until
+from tests.e2e.conftest import References
 from tests.e2e.hosts import HostsFile
 from tests.e2e.spawn import fork
 from tests.skips import impossible
@@ -56,7 +57,7 @@ def cluster(checkpoints: dict[str, Path], tmp_path: Path, hosts: Hosts) -> Itera
 
 
 def test_nodes_serve_every_gateway_behind_a_name_also_one_that_comes_later(
-    cluster: Cluster, hosts: Hosts, references: dict[str, Reference]
+    cluster: Cluster, hosts: Hosts, references: References
 ) -> None:
     port = free_port()
     expected = references["deepseek_v32"].generate(PROMPT, 8)
@@ -78,8 +79,8 @@ def test_nodes_serve_every_gateway_behind_a_name_also_one_that_comes_later(
     assert complete(second.base_url, [Job(PROMPT, 8)]) == [expected]
 
 
-def test_a_prefill_node_that_comes_back_at_another_address_under_its_name_ends_the_quarantine(
-    cluster: Cluster, hosts: Hosts, references: dict[str, Reference]
+def test_a_prefill_node_that_comes_back_under_its_name_ends_quarantine(
+    cluster: Cluster, hosts: Hosts, references: References
 ) -> None:
     """A pod of a StatefulSet that was rescheduled. Its name proves that the process before it has ended."""
     expected = references["deepseek_v32"].generate(PROMPT, 8)

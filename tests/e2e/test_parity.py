@@ -1,8 +1,7 @@
 """The service says, token for token, what transformers says."""
 
 import json
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,23 +9,20 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, complete
-from tests.e2e.conftest import FAMILIES, SCALE_FORMATS, Reference
+from tests.e2e.asking import Job, random_prompts
+from tests.e2e.asking import assert_exact as assert_answers
+from tests.e2e.cluster import HOT_BUFFER, Cluster
+from tests.e2e.conftest import FAMILIES, SCALE_FORMATS, Reference, References, StartCluster
 from tests.fp8_reference import Fp8Cache
 
 NEW_TOKENS = 64
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 500, 1500)
 
 
-def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(256) for _ in range(length)] for length in lengths]
-
-
+ALONE = random_prompts(LENGTHS)
 MORE_LENGTHS = (2, 17, 100, 127, 128, 129, 130, 200, 256, 300)
-NO_EXCHANGE = prompts(LENGTHS)
-TOGETHER = NO_EXCHANGE + prompts(MORE_LENGTHS, seed=1)
-TOGETHER_IN_FP8 = NO_EXCHANGE + prompts(MORE_LENGTHS, seed=2)
+TOGETHER = ALONE + random_prompts(MORE_LENGTHS, seed=1)
+TOGETHER_IN_FP8 = ALONE + random_prompts(MORE_LENGTHS, seed=2)
 """Prompts without near-ties. Where a number lies half way between two of float8_e4m3, the last bit of a sum in float32,
 in which processors differ, decides which of them is stored. This moves index scores of later layers by some 1e-4, and
 two positions at the border of the top-k may change places. With weights that are disturbed in their last bits the
@@ -41,16 +37,9 @@ def configurations() -> Iterator[Any]:
 
 
 def assert_exact(
-    cluster: Cluster,
-    reference: Reference,
-    batch: list[list[int]],
-    concurrency: int,
-    new_tokens: int = NEW_TOKENS,
+    cluster: Cluster, reference: Reference, batch: list[list[int]], concurrency: int, new_tokens: int = NEW_TOKENS
 ) -> None:
-    answers = complete(cluster.url, [Job(prompt, new_tokens) for prompt in batch], concurrency)
-    for prompt, answer in zip(batch, answers, strict=True):
-        assert len(answer) == new_tokens
-        assert answer == reference.likeliest(prompt, answer), f"prompt of {len(prompt)} tokens"
+    assert_answers(cluster.url, reference, [Job(prompt, new_tokens) for prompt in batch], concurrency)
 
 
 def assert_same_logprobs(cluster: Cluster, reference: Reference, batch: list[list[int]]) -> None:
@@ -74,7 +63,7 @@ def assert_same_logprobs(cluster: Cluster, reference: Reference, batch: list[lis
 
 def assert_choices_share_a_prefill(cluster: Cluster, prefill: Any) -> None:
     """Also in a stream that begins with log probabilities of the prompt, and says what the whole answer says."""
-    one, other = prompts((300, 300), seed=9)
+    one, other = random_prompts((300, 300), seed=9)
 
     def ask(prompt: list[int], stream: bool) -> tuple[list[Any], float]:
         before = prefill.metric("transfer_bytes_total")
@@ -105,8 +94,8 @@ def assert_choices_share_a_prefill(cluster: Cluster, prefill: Any) -> None:
 
 @pytest.mark.parametrize(("page_size", "chunk", "protocol", "transport", "family"), list(configurations()))
 def test_greedy_tokens_equal_transformers(
-    start_cluster: Callable[..., Cluster],
-    references: dict[str, Reference],
+    start_cluster: StartCluster,
+    references: References,
     device: str,
     page_size: int,
     chunk: int,
@@ -127,15 +116,15 @@ def test_greedy_tokens_equal_transformers(
     )
     cluster.wait_ready()
 
-    assert_exact(cluster, references[family], NO_EXCHANGE, concurrency=1, new_tokens=20)
+    assert_exact(cluster, references[family], ALONE, concurrency=1, new_tokens=20)
     assert_exact(cluster, references[family], TOGETHER, concurrency=16)
-    assert_same_logprobs(cluster, references[family], [*prompts((1, 2, 500), seed=8)])
+    assert_same_logprobs(cluster, references[family], random_prompts((1, 2, 500), seed=8))
     assert_choices_share_a_prefill(cluster, prefill)
 
     cached = prefill.metric("prefix_cache_hits_total", side="prefill")
     # The decode node has some prompts entirely, and asks nobody for them.
     cached += decode.metric("prefix_cache_hits_total", side="decode")
-    assert prefill.metric("prompt_tokens_total") + cached >= sum(len(prompt) - 1 for prompt in NO_EXCHANGE + TOGETHER)
+    assert prefill.metric("prompt_tokens_total") + cached >= sum(len(prompt) - 1 for prompt in ALONE + TOGETHER)
     assert prefill.metric("transfer_bytes_total") > 0
     assert f"event=route decode=127.0.0.1:{decode.control_port} transport={transport}" in prefill.log
     assert "event=landed" in decode.log
@@ -152,7 +141,7 @@ def test_greedy_tokens_equal_transformers(
     ],
 )
 def test_checkpoints_in_fp8_say_what_transformers_says_of_a_float32_copy(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference], device: str, checkpoint: str
+    start_cluster: StartCluster, references: References, device: str, checkpoint: str
 ) -> None:
     cluster = start_cluster(checkpoint)
     nodes = {"device": device, "dtype": "float32"}
@@ -166,7 +155,7 @@ def test_checkpoints_in_fp8_say_what_transformers_says_of_a_float32_copy(
 
 @pytest.mark.parametrize("family", [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.slow)])
 def test_fp8_kv_gives_the_tokens_of_a_plain_encoding_and_decoding(
-    start_cluster: Callable[..., Cluster], checkpoints: dict[str, Path], device: str, family: str
+    start_cluster: StartCluster, checkpoints: dict[str, Path], device: str, family: str
 ) -> None:
     """vllm 57019: noise that only a comparison of the system with itself did not see."""
     cluster = start_cluster(family)
@@ -178,16 +167,3 @@ def test_fp8_kv_gives_the_tokens_of_a_plain_encoding_and_decoding(
     tokens = sum(len(prompt) - 1 for prompt in TOGETHER_IN_FP8)
     layers, index_layers = (4, 4) if family == "deepseek_v32" else (4, 3)
     assert prefill.metric("transfer_bytes_total") == tokens * (layers * (48 + 4 + 32) + index_layers * 36)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_of_many_chunks_equals_transformers(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference], device: str, family: str
-) -> None:
-    cluster = start_cluster(family)
-    cluster.prefill(device=device, chunked_prefill_size=100, transfer_checksum="full")
-    cluster.decode(device=device, hisparse_config=HOT_BUFFER, debug_verify_swap_in=True)
-    cluster.wait_ready()
-
-    assert_exact(cluster, references[family], prompts((3000, 2999), seed=6), concurrency=2)

@@ -1,13 +1,11 @@
 """What a prefill node has, it does not compute again, and the tokens are those of transformers all the same."""
 
 import random
-import time
-from collections.abc import Callable
 
 import pytest
 
-from tests.e2e.cluster import Cluster, Job, complete
-from tests.e2e.conftest import FAMILIES, Reference
+from tests.e2e.asking import Job, complete
+from tests.e2e.conftest import FAMILIES, References, StartCluster
 
 LENGTH = 200
 SHARED = (0, 1, 63, 64, 65, LENGTH - 1)
@@ -33,12 +31,7 @@ def prompts() -> list[list[int]]:
     ],
 )
 def test_tokens_are_the_same_whether_a_prefix_was_cached_or_computed(
-    start_cluster: Callable[..., Cluster],
-    references: dict[str, Reference],
-    device: str,
-    family: str,
-    page_size: int,
-    chunk: int,
+    start_cluster: StartCluster, references: References, device: str, family: str, page_size: int, chunk: int
 ) -> None:
     """A node with room for everything, cold and warm."""
     cluster = start_cluster(family)
@@ -70,7 +63,7 @@ def test_tokens_are_the_same_whether_a_prefix_was_cached_or_computed(
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "page_size"), [(FAMILIES[0], 64), (FAMILIES[1], 16)])
 def test_tokens_are_the_same_where_each_prompt_displaces_what_is_cached(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference], device: str, family: str, page_size: int
+    start_cluster: StartCluster, references: References, device: str, family: str, page_size: int
 ) -> None:
     cluster = start_cluster(family)
     common = {"device": device, "context_length": 256}
@@ -86,22 +79,3 @@ def test_tokens_are_the_same_where_each_prompt_displaces_what_is_cached(
     free, cached = (prefill.metric("prefill_pages", state=state) for state in ("free", "cached"))
     assert free + cached == 320 // page_size
     decode.wait_unused("host_slots")
-
-
-@pytest.mark.slow
-def test_a_prompt_comes_to_the_prefill_node_that_has_its_prefix(start_cluster: Callable[..., Cluster]) -> None:
-    """Nodes tell the gateway what they have cached, and hear nothing of each other."""
-    cluster = start_cluster()
-    common = {"chunked_prefill_size": 512, "context_length": 512, "max_total_tokens": 4096}
-    nodes = [cluster.prefill(name, **common) for name in ("one", "two")]
-    cluster.decode(context_length=512, no_enable_prefix_caching=True)
-    cluster.wait_ready()
-    rng = random.Random(8)
-    firsts = [[rng.randrange(256) for _ in range(129)] for _ in range(4)]
-    complete(cluster.url, [Job(prompt, 2) for prompt in firsts], concurrency=4)
-    assert all(node.metric("prompt_tokens_total") for node in nodes), "both have computed some"
-    time.sleep(3.0)  # What came before a node's first heartbeat was answered, the gateway learns 2.5 s later.
-    for prompt in reversed(firsts):
-        time.sleep(1.5)  # By then a heartbeat says that nothing is queued, and updates have arrived.
-        complete(cluster.url, [Job([*prompt, *range(40)], 2)])
-    assert sum(node.metric("prefix_cache_hits_total", side="prefill") for node in nodes) == 4 * 128

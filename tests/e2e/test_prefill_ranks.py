@@ -1,5 +1,6 @@
 """A prefill node of several ranks says what one says, is one node to everybody else, and ends whole."""
 
+import os
 import re
 import signal
 import subprocess
@@ -18,28 +19,25 @@ from cli.rank_group import plan_ranks
 from cli.serve import RANK_PORTS, free_port
 from prefill_node.config import PrefillConfig
 from ranks.place import create_places
-from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, complete, leave_when, metric_value, wait_until
-from tests.e2e.conftest import FAMILIES, Reference
-from tests.e2e.served import ENVIRONMENT, all_gone, children_of, log, serve
-from tests.e2e.test_parity import prompts
+from tests.e2e.asking import Job, ask, assert_exact, greedy, ids_of, leave_when, random_prompts
+from tests.e2e.cluster import HOT_BUFFER, all_gone, children_of, metric_value, wait_until
+from tests.e2e.conftest import FAMILIES, Reference, References, Serve, StartCluster
 from tests.e2e.test_ranks import NOTICED_S, break_collectives, kill, ranks_of, stop
-
-__all__ = ["log", "serve"]
 
 CHUNK = 97
 """Tokens of a step; ranks do not divide it. There are prompts of several steps, and steps of several prompts."""
 LENGTHS = (300, 2, 150, 64, 1, 500, 3, 200, 130, 98, 65, 257)
 JOBS = [
     Job(prompt, 12 + 8 * (number % 3), abort_after={4: 0, 7: 5}.get(number % 10))
-    for number, prompt in enumerate(prompts(LENGTHS, seed=6))
+    for number, prompt in enumerate(random_prompts(LENGTHS, seed=6))
 ]
 """One client leaves before its first token, and one behind its fifth."""
 SHORT = ((6, JOBS[:6]),)
 ROUNDS = ((1, JOBS[:2]), (3, JOBS), (12, JOBS))
 """As in test_ranks.py: decode ranks are idle, join late, and have more or fewer requests than others."""
-[LONG] = prompts((1200,), seed=7)
+[LONG] = random_prompts((1200,), seed=7)
 NEW_TOKENS = 8
-BODY = {"model": "tiny", "prompt": LONG, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+BODY = greedy(LONG, NEW_TOKENS)
 """Of a request whose prompt takes a group with small chunks some hundreds of steps."""
 
 
@@ -55,9 +53,9 @@ def configurations() -> list[Any]:
 
 
 @pytest.mark.parametrize(("prefill_ranks", "decode_ranks", "family", "rounds"), configurations())
-def test_the_tokens_behind_a_prefill_node_of_several_ranks_equal_transformers(
-    start_cluster: Callable[..., Cluster],
-    references: dict[str, Reference],
+def test_the_tokens_behind_several_prefill_ranks_equal_transformers(
+    start_cluster: StartCluster,
+    references: References,
     prefill_ranks: int,
     decode_ranks: int,
     family: str,
@@ -66,8 +64,8 @@ def test_the_tokens_behind_a_prefill_node_of_several_ranks_equal_transformers(
     cluster = start_cluster(family)
     prefill = cluster.prefill(ranks=prefill_ranks, chunked_prefill_size=CHUNK, transfer_checksum="full")
     decode = cluster.decode(ranks=decode_ranks, hisparse_config=HOT_BUFFER, debug_verify_swap_in=True)
-    wait_ready(cluster, decode_ranks)
-    assert_exact(cluster.url, references[family], rounds)
+    cluster.wait_ready(timeout=120, decode=decode_ranks, prefill=1)
+    assert_rounds(cluster.url, references[family], rounds)
     for rank in range(decode_ranks):
         decode.wait_unused("host_slots", rank)
     prefill.wait_unused("prefill_pages")
@@ -90,9 +88,9 @@ def kill_first(ranks: Sequence[psutil.Process]) -> None:
     ],
     ids=["killed", "first-killed", "stopped", "broken-collective"],
 )
-def test_a_group_that_loses_a_rank_ends_whole_and_its_slots_are_free_when_every_rank_is_proved_dead(
-    start_cluster: Callable[..., Cluster],
-    references: dict[str, Reference],
+def test_slots_of_a_group_that_lost_a_rank_wait_for_every_ranks_end(
+    start_cluster: StartCluster,
+    references: References,
     disturb: Callable[[Sequence[psutil.Process]], None],
     reason: str,
 ) -> None:
@@ -100,7 +98,7 @@ def test_a_group_that_loses_a_rank_ends_whole_and_its_slots_are_free_when_every_
     cluster = start_cluster()
     group = cluster.prefill("group", ranks=2, chunked_prefill_size=4, step_timeout=2)
     decode = cluster.decode(hisparse_config=HOT_BUFFER)
-    wait_ready(cluster)
+    cluster.wait_ready(timeout=120, decode=1, prefill=1)
     leave_when(lambda: group.metric("prompt_tokens_total"), cluster.url, BODY)
     decode.wait_unused("host_slots")
     wait_until(lambda: not decode.metric("host_slots", state="quarantined"), what="Quiesced of all ranks")
@@ -110,7 +108,7 @@ def test_a_group_that_loses_a_rank_ends_whole_and_its_slots_are_free_when_every_
     expected = references["deepseek_v32"].generate(LONG, NEW_TOKENS)
     processes = ranks_of(group)
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(ask, cluster)
+        answer = pool.submit(ask, cluster.url, LONG, NEW_TOKENS)
         wait_until(lambda: group.metric("requests", state="computing"))
         disturb(processes)
         since = time.monotonic()
@@ -118,7 +116,7 @@ def test_a_group_that_loses_a_rank_ends_whole_and_its_slots_are_free_when_every_
         assert time.monotonic() - since < NOTICED_S + 1 + (2 if disturb is stop else 0), "on a busy machine"
         assert all_gone(processes)
         cluster.prefill("other")
-        assert answer.result() == expected
+        assert ids_of(answer.result()) == expected
     last = group.log.splitlines()[-1]
     assert re.match(f"error: {reason}", last)
     assert last.endswith("; all ranks were stopped")
@@ -126,13 +124,11 @@ def test_a_group_that_loses_a_rank_ends_whole_and_its_slots_are_free_when_every_
         assert decode.metric("host_slots", state="quarantined") == len(LONG) - 1, "what has a dead rank sent?"
     cluster.restart(group)
     wait_until(lambda: not decode.metric("host_slots", state="quarantined"), 60, "proof of every rank's death")
-    wait_ready(cluster, prefill_nodes=2)
+    cluster.wait_ready(timeout=120, decode=1, prefill=2)
 
 
 @pytest.mark.slow
-def test_a_group_does_not_start_while_an_orphan_of_the_one_before_may_write(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
-) -> None:
+def test_a_group_does_not_start_while_an_orphan_may_write(start_cluster: StartCluster, references: References) -> None:
     cluster = start_cluster()
     decode = cluster.decode(hisparse_config=HOT_BUFFER)
     port, control_port = free_port(ranks=2), free_port(ranks=2)
@@ -151,15 +147,15 @@ def test_a_group_does_not_start_while_an_orphan_of_the_one_before_may_write(
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "cli.main", *child.words],
-            env={**ENVIRONMENT, **child.secrets},
+            env={**os.environ, **child.secrets},
             pass_fds=child.descriptors,
         )
         for child in plan_ranks(config, places)
     ]
     try:
-        wait_ready(cluster)
+        cluster.wait_ready(timeout=120, decode=1, prefill=1)
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(ask, cluster)
+            answer = pool.submit(ask, cluster.url, LONG, NEW_TOKENS)
             wait_until(lambda: metric_of(port, "prompt_tokens_total"), what="the first step")
             ranks[1].send_signal(signal.SIGSTOP)
             ranks[0].kill()
@@ -172,7 +168,7 @@ def test_a_group_does_not_start_while_an_orphan_of_the_one_before_may_write(
             ranks[1].send_signal(signal.SIGCONT)
             assert ranks[1].wait(timeout=10) == 1, "it sees that rank 0 has ended"
             cluster.prefill("again", ranks=2, control_port=control_port)
-            assert answer.result() == references["deepseek_v32"].generate(LONG, NEW_TOKENS)
+            assert ids_of(answer.result()) == references["deepseek_v32"].generate(LONG, NEW_TOKENS)
         wait_until(lambda: not decode.metric("host_slots", state="quarantined"), 60, "proof of every rank's death")
     finally:
         for process in ranks:
@@ -181,23 +177,14 @@ def test_a_group_does_not_start_while_an_orphan_of_the_one_before_may_write(
 
 
 @pytest.mark.slow
-def test_serve_runs_prefill_nodes_of_several_ranks(
-    serve: Callable[..., tuple["subprocess.Popen[bytes]", str]], references: dict[str, Reference]
-) -> None:
+def test_serve_runs_prefill_nodes_of_several_ranks(serve: Serve, references: References) -> None:
     process, url = serve("--prefill-ranks", "2", "--decode-ranks", "2", "--transfer-protocol", "auto")
     children = children_of(process)
     assert len(children) == 7
-    assert_exact(url, references["deepseek_v32"], SHORT)
+    assert_rounds(url, references["deepseek_v32"], SHORT)
     process.terminate()
     assert process.wait(timeout=60) == 0
     wait_until(lambda: all_gone(children), what="the processes to be gone")
-
-
-def ask(cluster: Cluster) -> list[int]:
-    """The tokens behind the long prompt."""
-    answer = httpx.post(f"{cluster.url}/v1/completions", json={**BODY, "return_token_ids": True}, timeout=120)
-    ids: list[int] = answer.json()["choices"][0]["token_ids"]
-    return ids
 
 
 def metric_of(port: int, name: str) -> float:
@@ -205,17 +192,6 @@ def metric_of(port: int, name: str) -> float:
     return metric_value(httpx.get(f"http://127.0.0.1:{port}/metrics").text, f"hisparse_pd_{name}", {})
 
 
-def wait_ready(cluster: Cluster, decode_nodes: int = 1, prefill_nodes: int = 1) -> None:
-    """All processes are ready, and the gateway knows so many nodes."""
-    cluster.wait_ready(timeout=120)
-    gateway = cluster.nodes["gateway"]
-    for role, number in (("decode", decode_nodes), ("prefill", prefill_nodes)):
-        wait_until(lambda: gateway.metric("nodes", role=role) == number, 60, f"{number} {role} nodes")  # noqa: B023
-
-
-def assert_exact(url: str, reference: Reference, rounds: Sequence[tuple[int, Sequence[Job]]] = ROUNDS) -> None:
+def assert_rounds(url: str, reference: Reference, rounds: Sequence[tuple[int, Sequence[Job]]] = ROUNDS) -> None:
     for concurrency, jobs in rounds:
-        for job, answer in zip(jobs, complete(url, jobs, concurrency), strict=True):
-            expected = reference.generate(list(job.prompt_ids), job.max_tokens)
-            assert answer == expected[: len(answer)], f"prompt of {len(job.prompt_ids)} tokens"
-            assert len(answer) == len(expected) or job.abort_after is not None
+        assert_exact(url, reference, jobs, concurrency)

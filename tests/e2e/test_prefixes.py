@@ -3,14 +3,12 @@
 import json
 import random
 import time
-from collections.abc import Callable
 
-import httpx
 import pytest
 
-from base.block_hashes import BLOCK_TOKENS
-from tests.e2e.cluster import Cluster, Job, complete, wait_until
-from tests.e2e.conftest import FAMILIES, TOKEN_BYTES, Reference
+from tests.e2e.asking import Job, ask, complete, ids_of, whole_blocks
+from tests.e2e.cluster import wait_until
+from tests.e2e.conftest import FAMILIES, TOKEN_BYTES, References, StartCluster
 
 LENGTH = 200
 SHARED = (0, 1, 63, 64, 65, LENGTH - 1, LENGTH)
@@ -27,13 +25,9 @@ def prompts() -> list[list[int]]:
     ]
 
 
-def whole_blocks(tokens: int) -> int:
-    return tokens // BLOCK_TOKENS * BLOCK_TOKENS
-
-
 @pytest.mark.parametrize("family", [FAMILIES[1], pytest.param(FAMILIES[0], marks=pytest.mark.slow)])
-def test_tokens_are_the_same_whatever_was_cached_and_only_what_lacked_was_sent(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference], device: str, family: str
+def test_tokens_are_the_same_and_only_what_lacked_was_sent(
+    start_cluster: StartCluster, references: References, device: str, family: str
 ) -> None:
     """A node with room for everything, cold and warm, and one that gives up what it has for each request."""
     cluster = start_cluster(family)
@@ -44,11 +38,11 @@ def test_tokens_are_the_same_whatever_was_cached_and_only_what_lacked_was_sent(
     cluster.wait_ready()
     batch = prompts()
 
-    def ask(concurrency: int) -> list[list[int]]:
+    def ask_all(concurrency: int) -> list[list[int]]:
         return complete(cluster.url, [Job(prompt, NEW_TOKENS) for prompt in batch], concurrency)
 
     # Cold: prompts one after the other, each of which finds what it shares with the first.
-    cold = ask(1)
+    cold = ask_all(1)
     for prompt, answer in zip(batch, cold, strict=True):
         assert answer == references[family].likeliest(prompt, answer)
     tokens = sum(len(prompt) - 1 for prompt in batch)
@@ -59,7 +53,7 @@ def test_tokens_are_the_same_whatever_was_cached_and_only_what_lacked_was_sent(
     assert token_bytes == TOKEN_BYTES - (0 if family == FAMILIES[0] else 4 * 32), "one index layer less"
 
     # Warm: whole blocks of all prompts are there.
-    assert ask(4) == cold
+    assert ask_all(4) == cold
     hits += sum(whole_blocks(len(prompt) - 1) for prompt in batch)
     assert roomy.metric("prefix_cache_hits_total", side="decode") == hits
     assert prefill.metric("transfer_bytes_total") == (2 * tokens - hits) * token_bytes
@@ -67,9 +61,8 @@ def test_tokens_are_the_same_whatever_was_cached_and_only_what_lacked_was_sent(
     # A conversation: each turn sends all before it, answers included.
     text, computed = batch[0], prefill.metric("prompt_tokens_total")
     for turn in range(3):
-        body = {"model": "tiny", "prompt": text, "max_tokens": 70, "temperature": 0, "ignore_eos": True}
-        answer = httpx.post(f"{cluster.url}/v1/completions", json=body | {"return_token_ids": True}, timeout=60).json()
-        new = answer["choices"][0]["token_ids"]
+        answer = ask(cluster.url, text, 70)
+        new = ids_of(answer)
         assert new == references[family].likeliest(text, new)
         before, computed = computed, prefill.metric("prompt_tokens_total")
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -81,13 +74,10 @@ def test_tokens_are_the_same_whatever_was_cached_and_only_what_lacked_was_sent(
 
     # Four answers to one prompt: its KV is sent once, and they are what four requests with the same seeds get.
     new_prompt = list(reversed(batch[0]))
-    body = {"model": "tiny", "prompt": new_prompt, "max_tokens": 70, "temperature": 2, "ignore_eos": True}
 
     def choices(**fields: object) -> list[list[int]]:
-        answer = httpx.post(
-            f"{cluster.url}/v1/completions", json={**body, "return_token_ids": True, **fields}, timeout=60
-        )
-        return [choice["token_ids"] for choice in answer.json()["choices"]]
+        answer = ask(cluster.url, new_prompt, 70, temperature=2, **fields)
+        return [choice["token_ids"] for choice in answer["choices"]]
 
     sent = prefill.metric("transfer_bytes_total")
     together = choices(n=4, seed=11)
@@ -102,7 +92,7 @@ def test_tokens_are_the_same_whatever_was_cached_and_only_what_lacked_was_sent(
     tight = cluster.decode("tight", **verified, hisparse_config=json.dumps({**HOT_BUFFER, "host_pool_gib": pool}))
     cluster.wait_ready()
     for _ in range(2):
-        assert ask(4) == cold
+        assert ask_all(4) == cold
 
     # Two prompts at once go to two nodes, and come back to the one that has them.
     other = cluster.decode("other", **common)

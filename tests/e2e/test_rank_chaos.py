@@ -1,24 +1,18 @@
 """Single ranks of nodes are killed and stopped at random: no token is wrong, and nothing is left."""
 
-import os
 import random
 import signal
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.chaos_clients import Clients, Prompt
-from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, Node, complete, wait_until
-from tests.e2e.conftest import Reference
+from tests.e2e.chaos_clients import SECONDS, SEED, Clients, assert_as_before, prompts_with_answers
+from tests.e2e.cluster import HOT_BUFFER, Cluster, Node, wait_until
+from tests.e2e.conftest import References, StartCluster
 from tests.e2e.test_ranks import ranks_of
 
-SECONDS = float(os.environ.get("HISPARSE_PD_CHAOS_SECONDS", "20"))
-SEED = int(os.environ.get("HISPARSE_PD_CHAOS_SEED", random.randrange(1_000_000)))
 RANKS = 2
 STEP_TIMEOUT_S = 3.0
-MOST_TOKENS = 40
 LENGTHS = (1, 7, 40, 129, 200, 512, 1000)
 DECK = ("stop", "kill", "terminate", "stop for a moment", "kill", "stop for a moment")
 
@@ -51,13 +45,10 @@ def disturb(group: Node, kind: str, rng: random.Random) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 400)
-def test_whatever_happens_to_single_ranks_no_token_is_wrong_and_nothing_is_left(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+def test_no_token_is_wrong_and_nothing_is_left_when_single_ranks_end(
+    start_cluster: StartCluster, references: References
 ) -> None:
-    print(f"HISPARSE_PD_CHAOS_SEED={SEED} HISPARSE_PD_CHAOS_SECONDS={SECONDS:g}")
-    rng, reference = random.Random(SEED), references["deepseek_v32"]
-    drawn = [[rng.randrange(256) for _ in range(length)] for length in LENGTHS]
-    prompts = [Prompt(ids, reference.generate(ids, MOST_TOKENS)) for ids in drawn]
+    rng, prompts = random.Random(SEED), prompts_with_answers(references["deepseek_v32"], LENGTHS, SEED)
     cluster = start_cluster()
     prefills = [
         cluster.prefill("prefill", transfer_checksum="full"),
@@ -74,35 +65,25 @@ def test_whatever_happens_to_single_ranks_no_token_is_wrong_and_nothing_is_left(
     clients = Clients(cluster.url, prompts, rng, concurrency=8, patience=60)
     notes: list[str] = []
     deck: list[str] = []
-    with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(clients.run)
-        try:
-            until = time.monotonic() + SECONDS
-            while time.monotonic() < until:
-                time.sleep(rng.uniform(0.5, 3))
-                deck = deck or rng.sample(DECK, len(DECK))
-                group = rng.choice((decode_group, prefills[1]))
-                notes.append(disturb(group, deck.pop(), rng))
-                if notes[-1].endswith("moment"):
-                    group.check_alive()
-                    continue
-                code = group.process.wait(timeout=60)
-                assert code == (0 if notes[-1].endswith("drain") else 1), notes[-1]
-                notes[-1] += f": {group.log.splitlines()[-1][:100]}" if code else ""
-                cluster.restart(group)
-                # A gateway counts the old processes for 3 s.
-                wait_until(group.is_up, 120, "the group to be up")
-                wait_until(lambda: registered(cluster), 120, "the group to be back")
-        finally:
-            clients.stop()
-            print("\n".join(notes))
-        asking.result(timeout=120)
-    print(clients.summary())
-    assert [ended for ended in clients.ended if ended.problem is not None] == []
-    assert sum(ended.kind == "exact" for ended in clients.ended) >= SECONDS / 4
-
-    answers = complete(cluster.url, [Job(prompt.ids, MOST_TOKENS) for prompt in prompts], concurrency=6)
-    assert answers == [list(prompt.answer) for prompt in prompts]
+    with clients.asking(notes):
+        until = time.monotonic() + SECONDS
+        while time.monotonic() < until:
+            time.sleep(rng.uniform(0.5, 3))
+            deck = deck or rng.sample(DECK, len(DECK))
+            group = rng.choice((decode_group, prefills[1]))
+            notes.append(disturb(group, deck.pop(), rng))
+            if notes[-1].endswith("moment"):
+                group.check_alive()
+                continue
+            code = group.process.wait(timeout=60)
+            assert code == (0 if notes[-1].endswith("drain") else 1), notes[-1]
+            notes[-1] += f": {group.log.splitlines()[-1][:100]}" if code else ""
+            cluster.restart(group)
+            # A gateway counts the old processes for 3 s.
+            wait_until(group.is_up, 120, "the group to be up")
+            wait_until(lambda: registered(cluster), 120, "the group to be back")
+    assert clients.exact >= SECONDS / 4
+    assert_as_before(cluster.url, prompts)
 
     def left() -> dict[str, float]:
         held = {f"{node.name} pages": node.metric("prefill_pages", state="used") for node in prefills}

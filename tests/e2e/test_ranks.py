@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
@@ -25,17 +23,14 @@ from cli.serve import RANK_PORTS, free_port
 from decode_node.config import DecodeConfig
 from ranks.place import create_places
 from ranks.status import SharedStatus
-from tests.e2e.cluster import HOT_BUFFER, Cluster, Job, Node, complete, wait_until
-from tests.e2e.conftest import FAMILIES, Reference
-from tests.e2e.served import all_gone, children_of, log, serve
-from tests.e2e.test_parity import prompts
-
-__all__ = ["log", "serve"]
+from tests.e2e.asking import Job, ask, assert_exact, complete, ids_of, random_prompts
+from tests.e2e.cluster import HOT_BUFFER, Cluster, Node, all_gone, wait_until
+from tests.e2e.conftest import FAMILIES, Reference, References, StartCluster
 
 LENGTHS = (300, 17, 150, 64, 1, 500, 2, 200, 130, 400, 65, 257)
 JOBS = [
     Job(prompt, 20 + 8 * (number % 3), abort_after=5 if number % 5 == 4 else None)
-    for number, prompt in enumerate(prompts(LENGTHS, seed=5))
+    for number, prompt in enumerate(random_prompts(LENGTHS, seed=5))
 ]
 ROUNDS = ((1, JOBS[:2]), (3, JOBS), (12, JOBS))
 """One rank has a request and the others are idle; some have more than others; all have several. Requests come and end
@@ -65,24 +60,13 @@ def ranks_of(node: Node) -> list[psutil.Process]:
     return sorted(psutil.Process(node.process.pid).children(), key=port)
 
 
-def wait_ready(cluster: Cluster, decode_nodes: int) -> None:
-    """All processes are ready, and the gateway knows so many decode nodes: each rank is one to it."""
-    cluster.wait_ready(timeout=120)
-    gateway = cluster.nodes["gateway"]
-    wait_until(lambda: gateway.metric("nodes", role="decode") == decode_nodes, 60, "all ranks to be registered")
-
-
 def assert_ranks_exact(
     cluster: Cluster, decode: Node, reference: Reference, ranks: int, rounds: Sequence[tuple[int, Sequence[Job]]]
 ) -> None:
     """The node's ranks serve these jobs, so many at a time in each round, as the reference does, and then drain."""
-    wait_ready(cluster, ranks)
+    cluster.wait_ready(timeout=120, decode=ranks)
     for concurrency, jobs in rounds:
-        answers = complete(cluster.url, jobs, concurrency)
-        for job, answer in zip(jobs, answers, strict=True):
-            expected = reference.generate(list(job.prompt_ids), job.max_tokens)
-            assert answer == expected[: len(answer)], f"prompt of {len(job.prompt_ids)} tokens"
-            assert len(answer) == len(expected) or job.abort_after is not None
+        assert_exact(cluster.url, reference, jobs, concurrency)
     for rank in range(ranks):
         assert decode.metric("swap_in_misses_total", rank) > 0, f"rank {rank} had no long request"
         decode.wait_unused("host_slots", rank)
@@ -93,7 +77,7 @@ def assert_ranks_exact(
 
 @pytest.mark.parametrize(("ranks", "family"), configurations())
 def test_the_tokens_of_every_rank_equal_transformers(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference], ranks: int, family: str
+    start_cluster: StartCluster, references: References, ranks: int, family: str
 ) -> None:
     cluster = start_cluster(family)
     cluster.prefill(chunked_prefill_size=333, transfer_checksum="full")
@@ -102,12 +86,12 @@ def test_the_tokens_of_every_rank_equal_transformers(
 
 
 def test_ranks_sleep_when_nobody_has_work_and_all_drain_if_one_is_told_to(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+    start_cluster: StartCluster, references: References
 ) -> None:
     cluster = start_cluster()
     cluster.prefill()
     decode = cluster.decode(ranks=2, hisparse_config=HOT_BUFFER)
-    wait_ready(cluster, 2)
+    cluster.wait_ready(timeout=120, decode=2)
     processes = ranks_of(decode)
     assert complete(cluster.url, [Job(PROMPT, 8)]) == [references["deepseek_v32"].generate(PROMPT, 8)]
     wait_until(lambda: not any(decode.metric("requests", rank, state="running") for rank in range(2)))
@@ -161,9 +145,9 @@ def break_collectives(ranks: Sequence[psutil.Process]) -> None:
     ],
     ids=["killed", "stopped", "broken-collective"],
 )
-def test_a_group_that_loses_a_rank_ends_and_its_requests_go_to_another_node(
-    start_cluster: Callable[..., Cluster],
-    references: dict[str, Reference],
+def test_a_group_that_loses_a_rank_ends_and_another_node_takes_over(
+    start_cluster: StartCluster,
+    references: References,
     disturb: Callable[[Sequence[psutil.Process]], None],
     reason: str,
 ) -> None:
@@ -171,118 +155,70 @@ def test_a_group_that_loses_a_rank_ends_and_its_requests_go_to_another_node(
     cluster.prefill()
     group = cluster.decode("group", ranks=2, hisparse_config=HOT_BUFFER, step_timeout=2)
     cluster.decode("other", hisparse_config=HOT_BUFFER)
-    wait_ready(cluster, 3)
+    cluster.wait_ready(timeout=120, decode=3)
     processes = ranks_of(group)
     expected = references["deepseek_v32"].generate(PROMPT, 200)
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
     with ThreadPoolExecutor(6) as pool:
-        answers = [
-            pool.submit(
-                httpx.post, f"{cluster.url}/v1/completions", json={**body, "return_token_ids": True}, timeout=120
-            )
-            for _ in range(6)
-        ]
+        answers = [pool.submit(ask, cluster.url, PROMPT, 200) for _ in range(6)]
         wait_until(lambda: all(group.metric("requests", rank, state="running") >= 1 for rank in range(2)))
         disturb(processes)
         since = time.monotonic()
         limit = NOTICED_S + (0 if disturb is kill else 2)
         assert group.process.wait(timeout=30) == 1
         assert time.monotonic() - since < limit + 1, "on a busy machine"
-        assert [answer.result().json()["choices"][0]["token_ids"] for answer in answers] == [expected] * 6
+        assert [ids_of(answer.result()) for answer in answers] == [expected] * 6
     last = group.log.splitlines()[-1]
     assert re.match(f"error: {reason}", last)
     assert last.endswith("; all ranks were stopped")
-    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+    assert all_gone(processes)
 
 
 @pytest.mark.slow
-def test_a_rank_with_another_checkpoint_is_refused_by_name(
-    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("cause", "reason"),
+    [
+        ("checkpoint", r"rank \d: rank \d has \w+ \S+, rank \d has \S+: all ranks of a group need the same; .*"),
+        ("port", r"rank 1: cannot bind the HTTP port 127\.0\.0\.1:\d+.*"),
+        # Either would fit alone. It is refused before any is made.
+        ("pool", r"rank \d: the host pools of 2 ranks need .* together, available are .*: lower .*"),
+    ],
+)
+def test_a_rank_that_cannot_start_is_refused_by_name(
+    checkpoints: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    cause: str,
+    reason: str,
 ) -> None:
-    config = DecodeConfig(
-        model_path=checkpoints["deepseek_v32"], ranks=2, port=0, control_port=0, transfer_protocol="tcp"
-    )
-    places = create_places(2)
-    children = plan_ranks(config, places)
-    at = children[1].words.index("--model-path") + 1
-    children[1].words[at] = str(checkpoints["glm_moe_dsa"])
-    monkeypatch.setattr(rank_group.signal, "signal", lambda *_: None)
-    assert rank_group.supervise(children, SharedStatus(places[0].status, 2), drain_timeout=1, step_timeout=30) == 2
-    *_, last = capfd.readouterr().err.splitlines()
-    assert re.fullmatch(
-        r"error: rank \d: rank \d has \w+ \S+, rank \d has \S+: all ranks of a group need the same; "
-        "all ranks were stopped",
-        last,
-    )
-
-
-@pytest.mark.slow
-def test_serve_runs_decode_nodes_of_several_ranks(
-    serve: Callable[..., tuple["subprocess.Popen[bytes]", str]], references: dict[str, Reference]
-) -> None:
-    process, url = serve("--decode-ranks", "2")
-    children = children_of(process)
-    assert len(children) == 5
-    jobs = JOBS[:6]
-    for job, answer in zip(jobs, complete(url, jobs, 6), strict=True):
-        expected = references["deepseek_v32"].generate(list(job.prompt_ids), job.max_tokens)
-        assert answer == expected[: len(answer)]
-    ranks = [child for child in children if "--ranks" in " ".join(child.cmdline())]
-    assert len(ranks) == 3
-    max(ranks, key=lambda child: child.create_time()).kill()
-    assert process.wait(timeout=30) == 1
-    wait_until(lambda: all_gone(children), what="the processes to be gone")
-
-
-@pytest.mark.slow
-def test_a_rank_whose_port_is_taken_is_refused_by_name(
-    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    port = free_port(ranks=2)
-    config = DecodeConfig(
-        model_path=checkpoints["deepseek_v32"], ranks=2, port=port, control_port=0, transfer_protocol="tcp"
-    )
-    places = create_places(2)
-    monkeypatch.setattr(rank_group.signal, "signal", lambda *_: None)
-    with socket.create_server(("127.0.0.1", port + RANK_PORTS)):
-        code = rank_group.supervise(
-            plan_ranks(config, places), SharedStatus(places[0].status, 2), drain_timeout=1, step_timeout=30
-        )
-    assert code == 2
-    *_, last = capfd.readouterr().err.splitlines()
-    assert last.startswith(f"error: rank 1: cannot bind the HTTP port 127.0.0.1:{port + RANK_PORTS}")
-
-
-@pytest.mark.slow
-def test_host_pools_that_do_not_fit_together_are_refused_with_the_sum(
-    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Either would fit alone. It is refused before any is made."""
-    pool = json.dumps({"device_buffer_size": 128, "host_pool_gib": 1.4 * available_host_bytes() / 2**30})
+    port = free_port(ranks=2) if cause == "port" else 0
+    pool = 1.4 * available_host_bytes() / 2**30 if cause == "pool" else 0.01
     config = DecodeConfig(
         model_path=checkpoints["deepseek_v32"],
         ranks=2,
-        port=0,
+        port=port,
         control_port=0,
         transfer_protocol="tcp",
-        hisparse_config=pool,
+        hisparse_config=json.dumps({"device_buffer_size": 128, "host_pool_gib": pool}),
     )
     places = create_places(2)
+    children = plan_ranks(config, places)
+    if cause == "checkpoint":
+        words = children[1].words
+        words[words.index("--model-path") + 1] = str(checkpoints["glm_moe_dsa"])
     monkeypatch.setattr(rank_group.signal, "signal", lambda *_: None)
-    code = rank_group.supervise(
-        plan_ranks(config, places), SharedStatus(places[0].status, 2), drain_timeout=1, step_timeout=30
-    )
-    assert code == 2
+    with socket.create_server(("127.0.0.1", port + RANK_PORTS if port else 0)):
+        table = SharedStatus(places[0].status, 2)
+        assert rank_group.supervise(children, table, drain_timeout=1, step_timeout=30) == 2
     *_, last = capfd.readouterr().err.splitlines()
-    assert re.match(r"error: rank \d: the host pools of 2 ranks need .* together, available are .*: lower ", last)
+    assert re.fullmatch(f"error: {reason}", last)
 
 
 @pytest.mark.slow
-def test_ranks_end_with_the_process_that_started_them(start_cluster: Callable[..., Cluster]) -> None:
+def test_ranks_end_with_the_process_that_started_them(start_cluster: StartCluster) -> None:
     cluster = start_cluster()
     cluster.prefill()
     decode = cluster.decode(ranks=2)
-    wait_ready(cluster, 2)
+    cluster.wait_ready(timeout=120, decode=2)
     ranks = ranks_of(decode)
     decode.kill()
     wait_until(lambda: all_gone(ranks), NOTICED_S, "the ranks to be gone")

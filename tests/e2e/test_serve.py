@@ -5,7 +5,6 @@ import signal
 import ssl
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,12 +14,9 @@ import psutil
 import pytest
 import trustme
 
-from cli.serve import is_ready
-from tests.e2e.cluster import Cluster, Job, complete, wait_until
-from tests.e2e.conftest import Reference
-from tests.e2e.served import ENVIRONMENT, all_gone, children_of, log, serve
-
-__all__ = ["log", "serve"]
+from tests.e2e.asking import Job, complete
+from tests.e2e.cluster import all_gone, children_of, wait_until
+from tests.e2e.conftest import References, Serve
 
 
 @pytest.mark.parametrize(
@@ -31,9 +27,7 @@ __all__ = ["log", "serve"]
         pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
-def test_however_serve_ends_its_processes_end_too(
-    serve: Callable[..., tuple["subprocess.Popen[bytes]", str]], references: dict[str, Reference], number: int
-) -> None:
+def test_however_serve_ends_its_processes_end_too(serve: Serve, references: References, number: int) -> None:
     process, url = serve()
     prompt = [1, 2, 3, 4] * 40
     assert complete(url, [Job(prompt, 8)]) == [references["deepseek_v32"].generate(prompt, 8)]
@@ -46,9 +40,7 @@ def test_however_serve_ends_its_processes_end_too(
 
 
 @pytest.mark.slow
-def test_serve_over_https_with_a_key_that_nobody_else_sees(
-    serve: Callable[..., tuple["subprocess.Popen[bytes]", str]], tmp_path: Path, log: Path
-) -> None:
+def test_serve_over_https_with_a_key_that_nobody_else_sees(serve: Serve, tmp_path: Path, log: Path) -> None:
     authority, certfile, keyfile = trustme.CA(), tmp_path / "cert.pem", tmp_path / "key.pem"
     leaf = authority.issue_cert("127.0.0.1")
     leaf.cert_chain_pems[0].write_to_path(certfile)
@@ -77,9 +69,7 @@ def test_serve_over_https_with_a_key_that_nobody_else_sees(
 
 
 @pytest.mark.slow
-def test_when_one_process_ends_serve_says_which_and_ends_the_others(
-    serve: Callable[..., tuple["subprocess.Popen[bytes]", str]],
-) -> None:
+def test_when_one_process_ends_serve_says_which_and_ends_the_others(serve: Serve) -> None:
     process, _ = serve("--prefill-nodes", "2")
     children = children_of(process)
     assert len(children) == 4
@@ -92,7 +82,6 @@ def test_when_one_process_ends_serve_says_which_and_ends_the_others(
 def test_serve_passes_a_start_up_error_on() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "cli.main", "serve", "--model-path", "/nonexistent", "--port", "0"],
-        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=60,
@@ -105,8 +94,8 @@ DEMO = [sys.executable, "-m", "benchmarks.demo"]
 
 
 @pytest.mark.slow
-def test_the_demo_finds_the_pass_keys_says_what_that_cost_and_leaves_nothing_behind() -> None:
-    demo = subprocess.Popen(DEMO, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+def test_the_demo_finds_the_pass_keys_and_leaves_nothing_behind() -> None:
+    demo = subprocess.Popen(DEMO, stdout=subprocess.PIPE, text=True)
     children: list[psutil.Process] = []
     wait_until(lambda: len(children_of(demo)) == 3, what="the demo's processes")  # type: ignore[arg-type]
     children = children_of(demo)  # type: ignore[arg-type]
@@ -122,35 +111,7 @@ def test_the_demo_finds_the_pass_keys_says_what_that_cost_and_leaves_nothing_beh
     assert all_gone(children)
 
 
-@pytest.mark.slow
-def test_the_demo_can_be_stopped() -> None:
-    demo = subprocess.Popen(DEMO, stdout=subprocess.DEVNULL, env=ENVIRONMENT)
-    wait_until(lambda: len(children_of(demo)) == 3, what="the demo's processes")  # type: ignore[arg-type]
-    children = children_of(demo)  # type: ignore[arg-type]
-    demo.send_signal(signal.SIGINT)
-    assert demo.wait(timeout=30) == 130
-    wait_until(lambda: all_gone(children), what="the processes to be gone")
-
-
-def test_three_hosts_with_their_own_addresses(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
-) -> None:
-    """As the README starts them by hand; addresses of the loopback network stand for the machines."""
-    cluster = start_cluster(host="127.0.0.1")
-    gateway = f"127.0.0.1:{cluster.nodes['gateway'].control_port}"
-    prefill = cluster.prefill(host="127.0.0.2", gateway=gateway)
-    decode = cluster.decode(host="127.0.0.3", gateway=gateway)
-    wait_until(lambda: is_ready(cluster.url), timeout=60, what="the gateway to be ready")
-    prompt = [9, 8, 7] * 50
-    assert complete(cluster.url, [Job(prompt, 8)]) == [references["deepseek_v32"].generate(prompt, 8)]
-    assert "session=127.0.0.3:" in decode.log
-    assert f"control=127.0.0.2:{prefill.control_port}" in prefill.log
-    assert httpx.get(f"http://127.0.0.2:{prefill.http_port}/health", timeout=5).status_code == 200
-
-
-def test_serve_that_is_asked_to_end_finishes_what_its_clients_wait_for(
-    serve: Callable[..., tuple["subprocess.Popen[bytes]", str]], references: dict[str, Reference]
-) -> None:
+def test_serve_that_is_asked_to_end_finishes_what_its_clients_wait_for(serve: Serve, references: References) -> None:
     process, url = serve()
     children = children_of(process)
     prompt = [1, 2, 3, 4] * 40

@@ -11,7 +11,9 @@ import pytest
 import structlog
 
 from cli.main import main
-from tests.e2e.cluster import Cluster, wait_until
+from tests.deploy.program import ROLES
+from tests.e2e.cluster import wait_until
+from tests.e2e.conftest import FAMILIES, StartCluster
 from tests.e2e.spawn import Command, fork
 
 
@@ -51,51 +53,59 @@ def start(tmp_path: Path) -> Start:
     return start
 
 
+BFLOAT16 = {"dtype": "bfloat16"}
 FREE = ("--port", 0, "--control-port", 0)
 
 
-def test_a_missing_checkpoint(start_here: Start, tmp_path: Path) -> None:
-    for command in ("prefill", "decode", "gateway"):
-        code, error = start_here(command, "--model-path", tmp_path / "none", *FREE)
-        assert code == 2
-        assert "none" in error
-
-
-def test_a_truncated_checkpoint(start_here: Start, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    path = tmp_path / "truncated"
-    shutil.copytree(checkpoints["deepseek_v32"], path)
-    weights = path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    code, error = start_here("prefill", "--model-path", path, *FREE)
-    assert code == 2
-    assert "model.safetensors" in error
-
-
-def test_a_checkpoint_without_sparse_attention(start_here: Start, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    path = tmp_path / "dense"
-    shutil.copytree(checkpoints["deepseek_v32"], path)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
-    code, error = start_here("decode", "--model-path", path, *FREE)
-    assert code == 2
-    assert "not a sparse-attention (DSA) checkpoint" in error
-
-
 @pytest.mark.parametrize(
-    ("config", "complaint"),
+    ("words", "complaint"),
     [
-        ('{"hot_size": 3}', "unknown key 'hot_size'"),
-        ('{"device_buffer_size": 32}', "at least top_k (64)"),
-        ("{", "not valid JSON"),
+        *((f"{command} --model-path /none", "/none") for command in ROLES),
+        *((f"{command} --key-dir /none", "`hisparse-pd keygen` makes it") for command in ROLES),
+        ("prefill --transfer-protocol rdma", "no RDMA device"),
+        # sglang 22970: configurations were accepted that could not be served.
+        ('decode --hisparse-config {"hot_size":3}', "unknown key 'hot_size'"),
+        ('decode --hisparse-config {"device_buffer_size":32}', "at least top_k (64)"),
+        ("decode --hisparse-config {", "not valid JSON"),
+        ("prefill --device tpu", "expected cpu, cuda or cuda:N"),
+        ("prefill --page-size 0", "--page-size 0"),
+        ("prefill --host 0.0.0.0", "--advertise-host"),
+        ("decode --context-length 1000000", "max_position_embeddings"),
+        ("decode --gateway 10.0.0.1", "expected HOST:PORT"),
+        ("decode --advertise-host a..b:1", "--advertise-host a..b:1: expected"),
+        ("decode --transfer-host 0.0.0.0", "--transfer-host 0.0.0.0 is not"),
+        ("prefill --transfer-ports 40000-40010", "Mooncake takes none from 32768"),
+        # Elsewhere than on loopback it takes keys.
+        ("prefill --host 10.0.0.2", "other machines reach it"),
+        ("decode --host 10.0.0.3", "other machines reach it"),
+        ("gateway --host 10.0.0.1 --api-key k", "other machines reach it"),
+        ("gateway --control-host 10.0.0.1", "other machines reach it"),
+        ("gateway --host 10.0.0.1 --control-host 127.0.0.1", "other machines reach it"),
     ],
 )
-def test_a_hisparse_config_that_cannot_be_served(
-    start_here: Start, checkpoints: dict[str, Path], config: str, complaint: str
+def test_what_cannot_be_served_is_one_line_and_2(
+    start_here: Start, checkpoints: dict[str, Path], words: str, complaint: str
 ) -> None:
-    """sglang 22970: configurations were accepted that could not be served."""
-    code, error = start_here("decode", "--model-path", checkpoints["deepseek_v32"], "--hisparse-config", config, *FREE)
+    model = () if "--model-path" in words else ("--model-path", checkpoints["deepseek_v32"])
+    code, error = start_here(*words.split(), *model, *FREE)
     assert code == 2
     assert complaint in error
+
+
+@pytest.mark.parametrize("damage", ["truncated", "dense"])
+def test_a_checkpoint_that_cannot_be_served(
+    start_here: Start, checkpoints: dict[str, Path], tmp_path: Path, damage: str
+) -> None:
+    path = Path(shutil.copytree(checkpoints["deepseek_v32"], tmp_path / damage))
+    weights = path / "model.safetensors"
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    else:
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+    code, error = start_here("decode", "--model-path", path, *FREE)
+    assert code == 2
+    assert ("model.safetensors" if damage == "truncated" else "not a sparse-attention (DSA) checkpoint") in error
 
 
 def test_more_host_memory_than_the_machine_has(start: Start, checkpoints: dict[str, Path]) -> None:
@@ -103,14 +113,6 @@ def test_more_host_memory_than_the_machine_has(start: Start, checkpoints: dict[s
     code, error = start("decode", "--model-path", checkpoints["deepseek_v32"], "--hisparse-config", config, *FREE)
     assert code == 2
     assert "the host pool needs 100000.00 GiB, available are" in error
-
-
-def test_rdma_without_a_device(start_here: Start, checkpoints: dict[str, Path]) -> None:
-    code, error = start_here(
-        "prefill", "--model-path", checkpoints["deepseek_v32"], "--transfer-protocol", "rdma", *FREE
-    )
-    assert code == 2
-    assert "no RDMA device" in error
 
 
 @pytest.mark.parametrize("flag", ["--port", "--control-port"])
@@ -137,78 +139,27 @@ def test_transfer_ports_in_use(start: Start, checkpoints: dict[str, Path], comma
     assert "--transfer-ports 14998-14999: no 2 neighbouring ports are free" in error
 
 
-def test_a_prefill_node_of_another_dtype_is_refused_with_both_values(start_cluster: Callable[..., Cluster]) -> None:
-    cluster = start_cluster()
-    decode = cluster.decode()
-    wait_until(lambda: "event=registered" in decode.log, timeout=60)
-    other = cluster.prefill(dtype="bfloat16")
-    assert other.process.wait(timeout=60) == 2
-    assert "bfloat16 != float32" in other.log
-
-
-def test_nodes_of_two_kv_formats_refuse_each_other_with_both_names(start_cluster: Callable[..., Cluster]) -> None:
-    cluster = start_cluster()
-    decode = cluster.decode(dtype="bfloat16", kv_cache_dtype="fp8_e4m3")
-    wait_until(lambda: "event=registered" in decode.log, timeout=60)
-    other = cluster.prefill(dtype="bfloat16")
-    assert other.process.wait(timeout=60) == 2
-    assert "kv_format bfloat16 != fp8_e4m3" in other.log
-
-
-def test_a_prefill_node_of_another_model_is_refused(
-    start_cluster: Callable[..., Cluster], checkpoints: dict[str, Path]
+@pytest.mark.parametrize(
+    ("decode", "family", "prefill", "complaint"),
+    [
+        ({}, FAMILIES[0], BFLOAT16, "bfloat16 != float32"),
+        ({**BFLOAT16, "kv_cache_dtype": "fp8_e4m3"}, FAMILIES[0], BFLOAT16, "bfloat16 != fp8_e4m3"),
+        ({}, FAMILIES[1], {}, "fingerprint"),
+    ],
+    ids=["dtype", "kv-format", "model"],
+)
+def test_a_prefill_node_that_does_not_fit_is_refused_with_both_values(
+    start_cluster: StartCluster,
+    checkpoints: dict[str, Path],
+    decode: dict[str, object],
+    family: str,
+    prefill: dict[str, object],
+    complaint: str,
 ) -> None:
     cluster = start_cluster()
-    decode = cluster.decode()
-    wait_until(lambda: "event=registered" in decode.log, timeout=60)
-    cluster.model_path = checkpoints["glm_moe_dsa"]
-    other = cluster.prefill()
+    first = cluster.decode(**decode)
+    wait_until(lambda: "event=registered" in first.log, timeout=60)
+    cluster.model_path = checkpoints[family]
+    other = cluster.prefill(**prefill)
     assert other.process.wait(timeout=60) == 2
-    assert "fingerprint" in other.log
-
-
-def test_nonsense_flags_are_refused(start_here: Start, checkpoints: dict[str, Path]) -> None:
-    model = checkpoints["deepseek_v32"]
-    for words, complaint in (
-        (("prefill", "--model-path", model, "--device", "tpu", *FREE), "expected cpu, cuda or cuda:N"),
-        (("prefill", "--model-path", model, "--page-size", 0, *FREE), "--page-size 0"),
-        (("prefill", "--model-path", model, "--host", "0.0.0.0", *FREE), "--advertise-host"),
-        (("decode", "--model-path", model, "--context-length", 10**6, *FREE), "max_position_embeddings"),
-        (("decode", "--model-path", model, "--gateway", "10.0.0.1", *FREE), "expected HOST:PORT"),
-        (("decode", "--model-path", model, "--advertise-host", "a b", *FREE), "--advertise-host a b: expected"),
-        (("decode", "--model-path", model, "--transfer-host", "0.0.0.0", *FREE), "--transfer-host 0.0.0.0 is not"),
-        (
-            ("prefill", "--model-path", model, "--transfer-ports", "40000-40010", *FREE),
-            "Mooncake takes none from 32768",
-        ),
-        (("tiny-model", "/tmp/x", "--index-n-heads", 4), "at least 16"),
-    ):
-        code, error = start_here(*words)
-        assert code == 2
-        assert complaint in error
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["prefill", "--host", "10.0.0.2"],
-        ["decode", "--host", "10.0.0.3"],
-        ["gateway", "--host", "10.0.0.1", "--api-key", "k"],
-        ["gateway", "--control-host", "10.0.0.1"],
-        ["gateway", "--host", "10.0.0.1", "--control-host", "127.0.0.1"],
-    ],
-)
-def test_elsewhere_than_loopback_takes_keys(start_here: Start, checkpoints: dict[str, Path], words: list[str]) -> None:
-    code, error = start_here(*words, "--model-path", checkpoints["deepseek_v32"], *FREE)
-    assert code == 2
-    assert "other machines reach it" in error
-    assert "--insecure" in error
-
-
-def test_a_key_directory_without_keys(start_here: Start, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    for command in ("gateway", "prefill", "decode"):
-        code, error = start_here(
-            command, "--model-path", checkpoints["deepseek_v32"], "--key-dir", tmp_path / "none", *FREE
-        )
-        assert code == 2
-        assert "`hisparse-pd keygen` makes it" in error
+    assert complaint in other.log

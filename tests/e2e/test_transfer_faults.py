@@ -3,7 +3,7 @@
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from decode_node.prefill_nodes import SILENCE_S
-from prefill_node.lease import LEASE_S
+from prefill_node.lanes import LEASE_S
+from tests.e2e.asking import Job, assert_exact, complete, random_prompts
 from tests.e2e.chaos_audit import Audit, read_journal
-from tests.e2e.cluster import Cluster, Job, Node, complete, wait_until
-from tests.e2e.conftest import TOKEN_BYTES, Reference
+from tests.e2e.cluster import Cluster, Node, wait_until
+from tests.e2e.conftest import TOKEN_BYTES, Reference, References
 from tests.e2e.faulty_node import MODULE, Faults, Switches, journal_path
 from tests.e2e.spawn import execute, fork
-from tests.e2e.test_parity import prompts
 
-PROMPT, OTHER, SHORT = prompts((800, 750, 300), seed=8)
+PROMPT, OTHER, SHORT = random_prompts((800, 750, 300), seed=8)
 TCP_FIRST = ("tcp", pytest.param("shm", marks=pytest.mark.slow))
 SHM_FIRST = ("shm", pytest.param("tcp", marks=pytest.mark.slow))
 
@@ -28,7 +28,9 @@ SHM_FIRST = ("shm", pytest.param("tcp", marks=pytest.mark.slow))
 class Surroundings:
     """A cluster whose processes meet with the faults that a test asks for."""
 
-    def __init__(self, model_path: Path, directory: Path) -> None:
+    def __init__(self, model_path: Path, directory: Path, reference: Reference) -> None:
+        self.reference = reference
+        self.asking = ThreadPoolExecutor(4)
         self.directory = directory / "faults"
         self.directory.mkdir()
         self.switches = Switches(self.directory)
@@ -77,6 +79,13 @@ class Surroundings:
         """Every batch that was posted, in order."""
         return read_journal(journal_path(self.directory))
 
+    def ask(self, prompt: list[int], tokens: int) -> "Future[list[list[int]]]":
+        """Ask for a completion in the background."""
+        return self.asking.submit(complete, self.cluster.url, [Job(prompt, tokens)])
+
+    def assert_serves(self, *prompts: list[int]) -> None:
+        assert_exact(self.cluster.url, self.reference, [Job(prompt, 16) for prompt in prompts], len(prompts))
+
     def failures(self, reason: str) -> float:
         return self.decode.metric("transfer_failures_total", reason=reason)
 
@@ -96,33 +105,19 @@ class Surroundings:
 
 
 @pytest.fixture
-def surroundings(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[Surroundings]:
-    made = Surroundings(checkpoints["deepseek_v32"], tmp_path)
-    with made.cluster:
+def surroundings(checkpoints: dict[str, Path], references: References, tmp_path: Path) -> Iterator[Surroundings]:
+    made = Surroundings(checkpoints["deepseek_v32"], tmp_path, references["deepseek_v32"])
+    with made.cluster, made.asking:
         yield made
 
 
-@pytest.fixture
-def expected(references: dict[str, Reference]) -> Callable[[list[int], int], list[int]]:
-    return references["deepseek_v32"].generate
-
-
-@pytest.fixture
-def ask(surroundings: Surroundings) -> Iterator[Callable[[list[int], int], "Future[list[list[int]]]"]]:
-    """Ask for a completion in the background."""
-    with ThreadPoolExecutor(4) as pool:
-        yield lambda prompt, tokens: pool.submit(complete, surroundings.cluster.url, [Job(prompt, tokens)])
-
-
-def stop_in_the_middle_of_a_transfer(
-    surroundings: Surroundings, ask: Callable[[list[int], int], "Future[list[list[int]]]"]
-) -> tuple["Future[list[list[int]]]", Node]:
+def stop_in_the_middle_of_a_transfer(surroundings: Surroundings) -> tuple["Future[list[list[int]]]", Node]:
     """Ask for a completion of PROMPT, and stop the prefill node that has begun to write: (the answer, that node).
 
     Other writes are under way, and land when it goes on.
     """
     surroundings.switches.chaos.touch()
-    answer = ask(PROMPT, 16)
+    answer = surroundings.ask(PROMPT, 16)
     first = wait_until(surroundings.writes, what="a first write")[0]
     node = surroundings.cluster.nodes[first["node"]]
     node.signal(signal.SIGSTOP)
@@ -131,23 +126,17 @@ def stop_in_the_middle_of_a_transfer(
 
 
 @pytest.mark.parametrize("transport", TCP_FIRST)
-def test_late_writes_of_a_node_that_was_stopped_and_goes_on_hit_only_quarantined_slots(
-    surroundings: Surroundings,
-    expected: Callable[[list[int], int], list[int]],
-    references: dict[str, Reference],
-    ask: Callable[[list[int], int], "Future[list[list[int]]]"],
-    transport: str,
-) -> None:
+def test_late_writes_of_a_stopped_node_hit_only_quarantined_slots(surroundings: Surroundings, transport: str) -> None:
     """sglang PRs 24580, 31357: pages were freed while the prefill node was still writing to them."""
     # Far apart, so that some are under way when the first has landed.
     surroundings.faults = replace(surroundings.faults, slow=1.0, slow_s=(0.3, 1.5))
     # Room for two prompts: if the first attempt's slots were free, the next request would have them.
     surroundings.start(transport, prefill_nodes=2, host_slots=2048)
-    answer, stopped = stop_in_the_middle_of_a_transfer(surroundings, ask)
-    assert answer.result() == [expected(PROMPT, 16)], "by the other node"
+    answer, stopped = stop_in_the_middle_of_a_transfer(surroundings)
+    assert answer.result() == [surroundings.reference.generate(PROMPT, 16)], "by the other node"
     assert surroundings.quarantined() == len(PROMPT) - 1, "silence is no proof of death"
 
-    running = ask(OTHER, 400)
+    running = surroundings.ask(OTHER, 400)
     wait_until(lambda: surroundings.decode.metric("requests", state="running") == 1, what="another request to run")
     went_on = time.monotonic()
     stopped.signal(signal.SIGCONT)
@@ -157,22 +146,19 @@ def test_late_writes_of_a_node_that_was_stopped_and_goes_on_hit_only_quarantined
     assert all(write["posted_at"] < went_on for write in late), "nothing is posted without a new answer"
     [answer] = running.result()
     assert len(answer) == 400
-    assert answer == references["deepseek_v32"].likeliest(OTHER, answer)
-    assert complete(surroundings.cluster.url, [Job(PROMPT, 16)] * 4) == [expected(PROMPT, 16)] * 4
+    assert answer == surroundings.reference.likeliest(OTHER, answer)
+    surroundings.assert_serves(*[PROMPT] * 4)
     surroundings.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("transport", TCP_FIRST)
-def test_writes_to_a_decode_node_that_was_restarted_meanwhile_do_not_reach_the_new_process(
-    surroundings: Surroundings,
-    expected: Callable[[list[int], int], list[int]],
-    ask: Callable[[list[int], int], "Future[list[list[int]]]"],
-    transport: str,
+def test_writes_to_a_restarted_decode_node_do_not_reach_the_new_process(
+    surroundings: Surroundings, transport: str
 ) -> None:
     """sglang 16903: after its peer's restart a node went on with what it knew of the old one."""
     surroundings.faults = replace(surroundings.faults, slow=1.0, slow_s=(0.4, 0.5))
     surroundings.start(transport)
-    answer, prefill = stop_in_the_middle_of_a_transfer(surroundings, ask)
+    answer, prefill = stop_in_the_middle_of_a_transfer(surroundings)
     old_pool = surroundings.writes()[0]["pool"]
     surroundings.decode.kill()
     killed_at = time.monotonic()
@@ -185,8 +171,8 @@ def test_writes_to_a_decode_node_that_was_restarted_meanwhile_do_not_reach_the_n
     with pytest.raises(AssertionError, match="no live decode node is registered"):
         answer.result()
     surroundings.cluster.wait_ready()  # the prefill node was silent for as long as the decode node took to be back
-    assert complete(surroundings.cluster.url, [Job(PROMPT, 16)]) == [expected(PROMPT, 16)]
-    assert complete(surroundings.cluster.url, [Job(SHORT, 16)]) == [expected(SHORT, 16)]
+    surroundings.assert_serves(PROMPT)
+    surroundings.assert_serves(SHORT)
 
     wait_until(lambda: prefill.metric("prefill_pages", state="used") == 0, 20, "its pages to come back")
     noticed = ("transfer failed", "decode node is silent")
@@ -197,10 +183,68 @@ def test_writes_to_a_decode_node_that_was_restarted_meanwhile_do_not_reach_the_n
     surroundings.assert_nothing_is_left()
 
 
-def test_a_request_whose_decode_node_falls_silent_during_the_transfer_is_served_by_another_one(
+def test_another_node_serves_a_request_whose_decode_node_falls_silent(surroundings: Surroundings) -> None:
+    """The prefill node works on it for both: over TCP, its writes to the silent one take a minute to fail."""
+    surroundings.faults = replace(surroundings.faults, slow=1.0, slow_s=(0.4, 0.5))
+    surroundings.start("tcp", decode_nodes=2)
+    decodes = [node for name, node in surroundings.cluster.nodes.items() if name.startswith("decode")]
+    [prefill] = surroundings.prefill
+    surroundings.switches.chaos.touch()
+    started = time.monotonic()
+    answer = surroundings.ask(PROMPT, 16)
+    wait_until(surroundings.writes, what="a first write")
+    silent = next(node for node in decodes if node.metric("requests", state="prefilling"))
+    silent.signal(signal.SIGSTOP)
+    surroundings.switches.chaos.unlink()
+    assert answer.result() == [surroundings.reference.generate(PROMPT, 16)]
+    assert time.monotonic() - started < 15, "the prefill node did not wait for its writes to the silent one to fail"
+
+    silent.signal(signal.SIGCONT)
+    silent.wait_unused("host_slots")
+    wait_until(lambda: silent.metric("host_slots", state="quarantined") == 0, what="the prefill node's answer")
+    wait_until(lambda: prefill.metric("prefill_pages", state="used") == 0, 20, "its pages to come back")
+    surroundings.assert_serves(*[OTHER] * 4)
+    surroundings.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("transport", SHM_FIRST)
+def test_a_torn_transfer_is_never_served_and_its_nodes_are_used_again(
+    surroundings: Surroundings, transport: str
+) -> None:
+    """vllm 44238, sglang 23020: concurrent transfers corrupted KV; sglang 13054: one error failed a pair for ever."""
+    surroundings.start(transport, prefill_nodes=2)
+    for node in surroundings.prefill:
+        surroundings.switches.spoil(node.name).touch()
+    surroundings.assert_serves(PROMPT)
+    assert surroundings.failures("checksum") == 2
+    assert surroundings.decode.log.count("transferred KV is not what was sent") == 2
+    assert not any(surroundings.switches.spoil(node.name).exists() for node in surroundings.prefill)
+    wait_until(lambda: surroundings.quarantined() == 0, what="both nodes to say that they are quiet")
+
+    surroundings.assert_serves(PROMPT, OTHER)
+    assert surroundings.decode.metric("prefill_retries_total") == 2
+    surroundings.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("transport", TCP_FIRST)
+def test_after_idleness_a_request_is_served_as_at_first(surroundings: Surroundings, transport: str) -> None:
+    """sglang 9266: requests failed after hours of idleness. Here, connections are closed after a moment of it."""
+    surroundings.faults = replace(surroundings.faults, idle_close_s=0.1)
+    surroundings.start(transport)
+    seconds = []
+    # Longer than anybody takes for silence, or for the end of a thread or a connection that nobody needs.
+    for idle in (0.0, SILENCE_S + 1):
+        time.sleep(idle)
+        started = time.monotonic()
+        surroundings.assert_serves(SHORT)
+        seconds.append(time.monotonic() - started)
+    assert seconds[1] < seconds[0] + 1, "no time-out had to pass first"
+    assert surroundings.decode.metric("prefill_retries_total") == 0
+    surroundings.assert_nothing_is_left()
+
+
+def test_another_serves_a_request_whose_decode_node_falls_silent(
     surroundings: Surroundings,
-    expected: Callable[[list[int], int], list[int]],
-    ask: Callable[[list[int], int], "Future[list[list[int]]]"],
 ) -> None:
     """The prefill node works on it for both: over TCP, its writes to the silent one take a minute to fail."""
     surroundings.faults = replace(surroundings.faults, slow=1.0, slow_s=(0.4, 0.5))
@@ -209,78 +253,35 @@ def test_a_request_whose_decode_node_falls_silent_during_the_transfer_is_served_
     [prefill] = surroundings.prefill
     surroundings.switches.chaos.touch()
     started = time.monotonic()
-    answer = ask(PROMPT, 16)
+    answer = surroundings.ask(PROMPT, 16)
     wait_until(surroundings.writes, what="a first write")
     silent = next(node for node in decodes if node.metric("requests", state="prefilling"))
     silent.signal(signal.SIGSTOP)
     surroundings.switches.chaos.unlink()
-    assert answer.result() == [expected(PROMPT, 16)]
+    [tokens] = answer.result()
+    assert tokens == surroundings.reference.likeliest(PROMPT, tokens)
     assert time.monotonic() - started < 15, "the prefill node did not wait for its writes to the silent one to fail"
 
     silent.signal(signal.SIGCONT)
     silent.wait_unused("host_slots")
     wait_until(lambda: silent.metric("host_slots", state="quarantined") == 0, what="the prefill node's answer")
     wait_until(lambda: prefill.metric("prefill_pages", state="used") == 0, 20, "its pages to come back")
-    assert complete(surroundings.cluster.url, [Job(OTHER, 16)] * 4, 4) == [expected(OTHER, 16)] * 4
+    surroundings.assert_serves(*[OTHER] * 4)
     surroundings.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("transport", SHM_FIRST)
-def test_a_torn_transfer_is_never_served_and_the_pair_of_nodes_is_used_again(
-    surroundings: Surroundings, expected: Callable[[list[int], int], list[int]], transport: str
-) -> None:
-    """vllm 44238, sglang 23020: concurrent transfers corrupted KV; sglang 13054: one error failed a pair for ever."""
-    surroundings.start(transport, prefill_nodes=2)
-    for node in surroundings.prefill:
-        surroundings.switches.spoil(node.name).touch()
-    url = surroundings.cluster.url
-    assert complete(url, [Job(PROMPT, 16)]) == [expected(PROMPT, 16)], "by the third attempt"
-    assert surroundings.failures("checksum") == 2
-    assert surroundings.decode.log.count("transferred KV is not what was sent") == 2
-    assert not any(surroundings.switches.spoil(node.name).exists() for node in surroundings.prefill)
-    wait_until(lambda: surroundings.quarantined() == 0, what="both nodes to say that they are quiet")
-
-    assert complete(url, [Job(PROMPT, 16), Job(OTHER, 16)], 2) == [expected(PROMPT, 16), expected(OTHER, 16)]
-    assert surroundings.decode.metric("prefill_retries_total") == 2
-    surroundings.assert_nothing_is_left()
-
-
-@pytest.mark.parametrize("transport", TCP_FIRST)
-def test_after_idleness_a_request_is_served_as_at_first(
-    surroundings: Surroundings, expected: Callable[[list[int], int], list[int]], transport: str
-) -> None:
-    """sglang 9266: requests failed after hours of idleness. Here, connections are closed after a moment of it."""
-    surroundings.faults = replace(surroundings.faults, idle_close_s=0.1)
-    surroundings.start(transport)
-    url = surroundings.cluster.url
-    answers, seconds = [], []
-    # Longer than anybody takes for silence, or for the end of a thread or a connection that nobody needs.
-    for idle in (0.0, SILENCE_S + 1):
-        time.sleep(idle)
-        started = time.monotonic()
-        answers += complete(url, [Job(SHORT, 16)])
-        seconds.append(time.monotonic() - started)
-    assert answers == [expected(SHORT, 16)] * 2
-    assert seconds[1] < seconds[0] + 1, "no time-out had to pass first"
-    assert surroundings.decode.metric("prefill_retries_total") == 0
-    surroundings.assert_nothing_is_left()
-
-
-def test_a_prefill_node_that_hears_nobody_is_passed_over_and_used_again_when_it_does(
-    surroundings: Surroundings, expected: Callable[[list[int], int], list[int]]
-) -> None:
+def test_a_prefill_node_that_hears_nobody_is_passed_over_until_it_does(surroundings: Surroundings) -> None:
     """A partition in one direction: it still says that it lives.
 
     To a decode node that it wrote to not for long, here: its pings, too, are signs of life.
     """
     surroundings.faults = replace(surroundings.faults, watch_s=2.0)
     surroundings.start("tcp", prefill_nodes=2)
-    url = surroundings.cluster.url
     first, second = surroundings.prefill
     for deaf, healthy in ((first, second), (second, first)):
         prefilled = tokens_of(healthy)
         surroundings.switches.deaf(deaf.name).touch()
-        assert complete(url, [Job(SHORT, 16)] * 3) == [expected(SHORT, 16)] * 3
+        surroundings.assert_serves(*[SHORT] * 3)
         assert tokens_of(healthy) == prefilled + 3 * (len(SHORT) - 1)
         surroundings.switches.deaf(deaf.name).unlink()
     surroundings.assert_nothing_is_left()

@@ -27,10 +27,9 @@ Computed = tuple[NamedJob, int, int]
 
 def chunked(
     num_pages: int = 8, page_size: int = 4, chunk_size: int = 6, is_caching: bool = False
-) -> tuple[ChunkedPrefill[NamedJob], FakeModel]:
-    model = FakeModel()
+) -> ChunkedPrefill[NamedJob]:
     cache = PageCache(PagedKVPool(LAYOUT, num_pages, page_size, CPU), is_caching)
-    return ChunkedPrefill(model, cache.pool, chunk_size, cache), model  # type: ignore[arg-type]
+    return ChunkedPrefill(cache.pool, chunk_size, cache)
 
 
 def job(key: str, length: int) -> NamedJob:
@@ -43,24 +42,23 @@ def compute(prefill: ChunkedPrefill[NamedJob]) -> list[Computed]:
     step = prefill.plan()
     if step is None:
         return []
-    prefill.compute(step)
+    step.compute(FakeModel())  # type: ignore[arg-type]
     prefill.complete(step)
     return [(each, chunk.start, chunk.stop) for each, chunk in step.chunks]
 
 
 def test_a_chunk_is_shared_by_several_requests() -> None:
-    prefill, model = chunked(chunk_size=6)
+    prefill = chunked(chunk_size=6)
     a, b = job("a", 4), job("b", 5)
     prefill.add(a)
     prefill.add(b)
     assert compute(prefill) == [(a, 0, 4), (b, 0, 2)]
     assert (a.remaining, b.remaining) == (0, 3)
     assert compute(prefill) == [(b, 2, 5)]
-    assert model.calls == [[(0, 4), (0, 2)], [(2, 3)]]
 
 
 def test_rows_are_as_long_as_the_sequence_with_the_token_that_is_decoded() -> None:
-    prefill, _ = chunked()
+    prefill = chunked()
     prefill.add(job("a", 4))
     prefill.start_waiting()
     step = prefill.plan()
@@ -70,7 +68,7 @@ def test_rows_are_as_long_as_the_sequence_with_the_token_that_is_decoded() -> No
 
 def test_a_started_prompt_has_its_pages_to_the_end() -> None:
     """No two prompts can each hold half of what they need."""
-    prefill, _ = chunked(num_pages=3, page_size=4)
+    prefill = chunked(num_pages=3, page_size=4)
     a, b = job("a", 8), job("b", 8)
     prefill.add(a)
     prefill.add(b)
@@ -84,7 +82,7 @@ def test_a_started_prompt_has_its_pages_to_the_end() -> None:
 
 def test_a_forgotten_job_keeps_its_pages_until_it_is_released() -> None:
     """A write from them may be in flight."""
-    prefill, _ = chunked()
+    prefill = chunked()
     a = job("a", 20)
     prefill.add(a)
     compute(prefill)
@@ -100,7 +98,7 @@ def test_a_forgotten_job_keeps_its_pages_until_it_is_released() -> None:
 
 
 def test_a_job_is_computed_from_where_the_cache_ends() -> None:
-    prefill, _ = chunked(num_pages=8, page_size=32, chunk_size=100, is_caching=True)
+    prefill = chunked(num_pages=8, page_size=32, chunk_size=100, is_caching=True)
     first, second = job("a", 150), job("b", 200)
     prefill.add(first)
     assert compute(prefill) == [(first, 0, 100)]
@@ -113,7 +111,7 @@ def test_a_job_is_computed_from_where_the_cache_ends() -> None:
 
 
 def test_a_job_of_which_nothing_is_left_is_in_no_step() -> None:
-    prefill, _ = chunked(num_pages=8, page_size=32, chunk_size=200, is_caching=True)
+    prefill = chunked(num_pages=8, page_size=32, chunk_size=200, is_caching=True)
     first, second = job("a", 128), job("b", 128)
     prefill.add(first)
     compute(prefill)
@@ -127,7 +125,7 @@ def test_a_job_of_which_nothing_is_left_is_in_no_step() -> None:
 
 
 def test_a_started_job_uses_what_the_one_before_it_has_computed_meanwhile() -> None:
-    prefill, _ = chunked(num_pages=16, page_size=32, chunk_size=64, is_caching=True)
+    prefill = chunked(num_pages=16, page_size=32, chunk_size=64, is_caching=True)
     first, second = job("a", 100), job("b", 200)
     prefill.add(first)
     prefill.add(second)
@@ -140,20 +138,19 @@ def test_a_started_job_uses_what_the_one_before_it_has_computed_meanwhile() -> N
 
 
 def test_nothing_of_a_step_that_was_not_completed_is_cached() -> None:
-    prefill, _ = chunked(num_pages=8, page_size=32, chunk_size=64, is_caching=True)
+    prefill = chunked(num_pages=8, page_size=32, chunk_size=64, is_caching=True)
     failing, later = job("a", 200), job("b", 200)
     prefill.add(failing)
     compute(prefill)
     step = prefill.plan()
     assert step is not None
-    prefill.compute(step)
     prefill.release(failing)
     prefill.add(later)
     assert compute(prefill) == [(later, 64, 128)]
 
 
 def test_a_job_that_needs_every_token_computed_reuses_nothing_and_caches_what_it_has() -> None:
-    prefill, _ = chunked(num_pages=8, page_size=32, chunk_size=100, is_caching=True)
+    prefill = chunked(num_pages=8, page_size=32, chunk_size=100, is_caching=True)
     for name, prompt_logprobs in (("a", None), ("b", 0)):
         each = job(name, 100)
         each.prompt_logprobs, each.last_token = prompt_logprobs, 1
@@ -166,7 +163,7 @@ def test_a_job_that_needs_every_token_computed_reuses_nothing_and_caches_what_it
 
 
 def test_cached_pages_are_given_up_before_a_job_waits() -> None:
-    prefill, _ = chunked(num_pages=8, page_size=32, chunk_size=256, is_caching=True)
+    prefill = chunked(num_pages=8, page_size=32, chunk_size=256, is_caching=True)
     for first_token in range(5):
         each = NamedJob(torch.arange(first_token, first_token + 200), str(first_token))
         prefill.add(each)
@@ -179,7 +176,7 @@ def test_cached_pages_are_given_up_before_a_job_waits() -> None:
 def test_every_position_is_computed_once_and_lies_in_its_row(
     lengths: list[int], chunk_size: int, page_size: int
 ) -> None:
-    prefill, _ = chunked(num_pages=24, page_size=page_size, chunk_size=chunk_size)
+    prefill = chunked(num_pages=24, page_size=page_size, chunk_size=chunk_size)
     jobs = [job(str(i), length) for i, length in enumerate(lengths)]
     for each in jobs:
         prefill.add(each)
@@ -209,5 +206,5 @@ def test_buffers_are_one_per_layer_and_an_item_is_a_token() -> None:
 
 @pytest.mark.parametrize(("tokens", "fits"), [(32, True), (33, False)])
 def test_what_can_never_fit_is_known(tokens: int, fits: bool) -> None:
-    prefill, _ = chunked(num_pages=8, page_size=4)
+    prefill = chunked(num_pages=8, page_size=4)
     assert prefill.fits(tokens) is fits

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from control.messages import Sampling, Token
-from engine.masking import few_allowed, masked, unpacked
+from engine.grammar.masks import few_allowed, masked, unpacked
 from engine.sampling import NoToken, RandomStream, SamplingNeeds, _choose, draw, settings_of, tokens_of
 from kernels import torch_ops
 from kernels.torch_ops import CANDIDATES

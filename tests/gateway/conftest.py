@@ -1,6 +1,7 @@
 """A gateway in this process with one prefill and one decode node, reached over real sockets."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -9,8 +10,18 @@ import pytest
 
 from gateway.config import GatewayConfig
 from service import watched
-from tests.gateway.fakes import MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until, write_checkpoint
-from tests.gateway.scripted import Service, deepseek_service, glm_service
+from tests.gateway.world import (
+    CONTEXT,
+    MODEL,
+    FakeDecodeNode,
+    FakeNode,
+    RunningGateway,
+    World,
+    deepseek_service,
+    glm_service,
+    wait_until,
+    write_checkpoint,
+)
 
 
 @pytest.fixture(scope="session")
@@ -19,17 +30,33 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    service = deepseek_service(tmp_path_factory.mktemp("deepseek"))
-    yield service
-    service.close()
+def world(checkpoint: Path) -> Iterator[World]:
+    """One for all tests of a file: none of them may leave anything behind."""
+    with World(checkpoint, CONTEXT) as world:
+        yield world
+
+
+@pytest.fixture
+def start_world(checkpoint: Path) -> Iterator[Callable[..., World]]:
+    """Starts worlds with flags of the gateway."""
+    with ExitStack() as worlds:
+
+        def start(**flags: object) -> World:
+            return worlds.enter_context(World(checkpoint, CONTEXT, **flags))
+
+        yield start
 
 
 @pytest.fixture(scope="module")
-def glm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    service = glm_service(tmp_path_factory.mktemp("glm"))
-    yield service
-    service.close()
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with deepseek_service(tmp_path_factory.mktemp("deepseek")) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with glm_service(tmp_path_factory.mktemp("glm")) as service:
+        yield service
 
 
 @pytest.fixture

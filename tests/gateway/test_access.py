@@ -15,12 +15,12 @@ from fastapi import FastAPI
 
 from base.errors import StartupError
 from base.metrics import Metrics
+from gateway.admission import Admission, RequestBytes, RequestLimits
 from gateway.config import GatewayConfig
 from gateway.errors import ApiError
-from gateway.guard import Guard, RequestBytes, RequestLimits
 from gateway.keys import ApiKeys
 from gateway.process import Gateway
-from tests.gateway.fakes import MODEL, FakeDecodeNode, RunningGateway, held_answers, wait_until
+from tests.gateway.world import MODEL, FakeDecodeNode, RunningGateway, held_answers, wait_until
 from tests.service.raw_http import RawClient
 
 Start = Callable[..., RunningGateway]
@@ -211,7 +211,7 @@ def test_the_default_limit_of_a_body_is_1_mib_for_a_small_context(gateway: Runni
 
 @pytest.mark.parametrize("declared", [True, False])
 @pytest.mark.parametrize("gateway", [{"max_body_mib": 1, "max_total_body_mib": 1}], indirect=True)
-def test_bodies_that_are_too_much_together_are_refused_until_others_have_gone(
+def test_bodies_too_large_together_are_refused_until_others_have_gone(
     gateway: RunningGateway, decode: FakeDecodeNode, declared: bool
 ) -> None:
     decode.hold_after = 2
@@ -231,15 +231,15 @@ def test_bodies_that_are_too_much_together_are_refused_until_others_have_gone(
 
 def test_a_prompt_token_counts_as_an_id_in_json_however_it_came() -> None:
     limits = RequestLimits(max_body_bytes=100, max_concurrent_requests=1, max_total_bytes=100)
-    guard = Guard(FastAPI(), None, limits, held_answers(), Metrics().http_refused)
-    hold = RequestBytes(guard)
+    admission = Admission(FastAPI(), None, limits, held_answers(), Metrics().http_refused)
+    hold = RequestBytes(admission)
     hold.body(20)
     hold.prompt(2)
-    assert guard.held == 20
+    assert admission.held == 20
     hold.prompt(10)
-    assert guard.held == 80
+    assert admission.held == 80
     with pytest.raises(ApiError, match="as many bytes of requests as it may"):
-        RequestBytes(guard).body(21)
+        RequestBytes(admission).body(21)
 
 
 def test_a_total_that_holds_not_even_one_body_is_refused(start_gateway: Start) -> None:

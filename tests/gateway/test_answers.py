@@ -3,23 +3,23 @@
 import copy
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from control.messages import FinishReason, Generate, Token
-from gateway.answers.answer import Answer
 from gateway.answers.chat import ChatAnswer
 from gateway.answers.completions import CompletionAnswer
-from gateway.answers.kept import Column
-from gateway.answers.streamed import rendered
-from gateway.attempt import TokenizedRequest
-from gateway.choice import Delta, TextOptions
-from gateway.formats import ToolSet
-from gateway.prepared import ApiRequest, ChatReading, Prepared
+from gateway.answers.openai import OpenAIAnswer
+from gateway.answers.streamed import Column, encode_json
+from gateway.attempt import Delta, TokenizedRequest
+from gateway.detokenizer import TextOptions
+from gateway.formats.tools import ToolSet
+from gateway.preparer import ApiRequest, ChatReading, PreparedRequest
 from gateway.requests.chat import ChatCompletionRequest
 from gateway.requests.completions import CompletionRequest
-from tests.gateway.fakes import held_answers
 from tests.gateway.formats.examples import TOOLS, parsing_format
+from tests.gateway.world import held_answers
 
 PIECES = [
     "Hel",
@@ -47,22 +47,22 @@ FIELDS = [
 ]
 
 
-def prepared(request: ApiRequest, reading: ChatReading | None = None) -> Prepared:
+def prepared(request: ApiRequest, reading: ChatReading | None = None) -> PreparedRequest:
     one = TokenizedRequest(
         Generate(request_id="r", prompt_ids=(1,), max_new_tokens=99), streams=True, arrived=0.0, deadline=9e9
     )
-    return Prepared(request, "r", (one, one), TextOptions(), reading)
+    return PreparedRequest(request, "r", (one, one), TextOptions(), request, reading)
 
 
-def assert_same_bytes(answer: Answer, pieces: Sequence[str]) -> None:
+def assert_same_bytes(answer: OpenAIAnswer[Any], pieces: Sequence[str]) -> None:
     """Both choices, each piece with a token of its own."""
     anew = copy.deepcopy(answer, {id(HELD): HELD})
     for number, piece in enumerate(pieces):
         finish_reason: FinishReason | None = "stop" if number == len(pieces) - 1 else None
         delta = Delta(piece, (Token(token_id=number),), (0,), finish_reason, first=number == 0)
         for index in range(2):
-            assert answer.written(index, delta) == anew.lines(anew.more(index, delta)), (number, piece)
-    assert answer.lines(answer.end()) == anew.lines(anew.end())
+            assert answer.encode_delta(index, delta) == anew.encode(anew.delta_events(index, delta)), (number, piece)
+    assert answer.encode(answer.end()) == anew.encode(anew.end())
 
 
 @pytest.mark.parametrize("fields", [*FIELDS, {"echo": True}])
@@ -85,13 +85,13 @@ def test_of_chats(reasoning: bool, tools: Sequence[dict[str, object]], fields: d
 
 @pytest.mark.parametrize("number", [1, 2**70])
 def test_columns_are_lists_of_their_document(number: int) -> None:
-    column = Column([1, "x"])
-    column.append_json(b"[]")
-    column.append_json(b"[null]")
+    column: Column[Any] = Column([1, "x"])
+    column.append(Column())
+    column.append(Column([None]))
     column.extend({"i": i} for i in range(3000))
     document = {"a": Column(), "number": number, "b": [column, {"c": Column([""])}]}
     expected = {"a": [], "number": number, "b": [[1, "x", None, *({"i": i} for i in range(3000))], {"c": [""]}]}
-    assert json.loads(rendered(document)) == expected
+    assert json.loads(encode_json(document)) == expected
 
 
 def test_an_answer_that_begins_anew_forgets_what_it_had() -> None:
@@ -104,6 +104,6 @@ def test_an_answer_that_begins_anew_forgets_what_it_had() -> None:
         answer.keep(index, Delta("kept", (Token(token_id=8),), (0,), None, first=True))
         assert held.held == once
         answer.keep(index, Delta(".", (Token(token_id=9),), (4,), "stop"))
-    whole = json.loads(rendered(answer.whole()))
+    whole = json.loads(encode_json(answer.whole()))
     assert [(choice["text"], choice["token_ids"]) for choice in whole["choices"]] == [("kept.", [8, 9])] * 2
     assert whole["usage"]["completion_tokens"] == 4

@@ -8,16 +8,17 @@ import httpx
 import openai
 import pytest
 
-from tests.gateway.fakes import CHAT_TEMPLATE, write_checkpoint
-from tests.gateway.scripted import (
-    CONTEXT,
+from tests.gateway.world import (
+    CHAT_TEMPLATE,
     GLM_TEMPLATE,
+    LONG_CONTEXT,
     QUESTION,
     WEATHER,
-    Service,
+    World,
     dsml_call,
     dsml_calls,
     glm_call,
+    write_checkpoint,
 )
 
 
@@ -38,7 +39,7 @@ def streamed(stream: Any) -> tuple[dict[str, Any], str]:
     return message, reason
 
 
-def test_an_agent_goes_on_for_five_turns(deepseek: Service) -> None:
+def test_an_agent_goes_on_for_five_turns(deepseek: World) -> None:
     """Two calls at once in the second; the tools' answers come back in the next prompt."""
     turns = [
         dsml_calls(dsml_call("Rome", 2)),
@@ -74,7 +75,7 @@ def test_an_agent_goes_on_for_five_turns(deepseek: Service) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_content_and_calls_come_apart(glm: Service, stream: bool) -> None:
+def test_reasoning_content_and_calls_come_apart(glm: World, stream: bool) -> None:
     glm.says("Rome, then.</think>I look.\n" + glm_call("Rome") + glm_call("Paris"))
     answer = glm.chat(QUESTION, stream=stream)
     if stream:
@@ -95,7 +96,7 @@ def test_reasoning_content_and_calls_come_apart(glm: Service, stream: bool) -> N
 
 
 @pytest.mark.parametrize("switch", [{"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}])
-def test_reasoning_can_be_turned_off(glm: Service, switch: dict[str, Any]) -> None:
+def test_reasoning_can_be_turned_off(glm: World, switch: dict[str, Any]) -> None:
     glm.says("Sunny.")
     answer = glm.chat(QUESTION, extra_body=switch)
     assert glm.prompt.endswith("<|assistant|></think>")
@@ -103,7 +104,7 @@ def test_reasoning_can_be_turned_off(glm: Service, switch: dict[str, Any]) -> No
     assert "reasoning_content" not in answer.choices[0].message.model_dump(exclude_none=True)
 
 
-def test_an_answer_that_is_cut_off_in_a_call_has_no_call(glm: Service) -> None:
+def test_an_answer_that_is_cut_off_in_a_call_has_no_call(glm: World) -> None:
     text = "</think>Well. <tool_call>weather<arg_key>ci"
     glm.says(text)
     whole = glm.chat(QUESTION, max_tokens=len(text)).choices[0]
@@ -111,7 +112,7 @@ def test_an_answer_that_is_cut_off_in_a_call_has_no_call(glm: Service) -> None:
     assert whole.message.content == text.removeprefix("</think>")
 
 
-def test_a_tool_that_nobody_offered_is_text(deepseek: Service) -> None:
+def test_a_tool_that_nobody_offered_is_text(deepseek: World) -> None:
     text = dsml_calls(dsml_call("Rome")).replace("weather", "launch")
     deepseek.says(text)
     choice = deepseek.chat(QUESTION).choices[0]
@@ -121,7 +122,7 @@ def test_a_tool_that_nobody_offered_is_text(deepseek: Service) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"tools": openai.omit}, {"tool_choice": "none"}])
-def test_without_tools_calls_are_text(glm: Service, fields: dict[str, Any]) -> None:
+def test_without_tools_calls_are_text(glm: World, fields: dict[str, Any]) -> None:
     glm.says("</think>" + glm_call("Rome"))
     answer = glm.chat(QUESTION, **fields)
     assert "tools:" not in glm.prompt
@@ -129,7 +130,7 @@ def test_without_tools_calls_are_text(glm: Service, fields: dict[str, Any]) -> N
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_each_answer_of_several_is_taken_apart_by_itself(glm: Service) -> None:
+def test_each_answer_of_several_is_taken_apart_by_itself(glm: World) -> None:
     glm.says("yes</think>" + glm_call("Rome"))
     for choice in glm.chat(QUESTION, n=2).choices:
         assert choice.message.model_dump()["reasoning_content"] == "yes"
@@ -139,16 +140,13 @@ def test_each_answer_of_several_is_taken_apart_by_itself(glm: Service) -> None:
 def test_a_file_may_replace_the_template(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", GLM_TEMPLATE, CONTEXT)
-    service = Service(checkpoint, chat_template=template, tool_call_parser="glm47", reasoning_parser="none")
-    try:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", GLM_TEMPLATE, LONG_CONTEXT)
+    with World(checkpoint, chat_template=template, tool_call_parser="glm47", reasoning_parser="none") as service:
         service.says("a</think>" + glm_call("Rome"))
         message = service.chat(QUESTION).choices[0].message
         assert service.prompt == "[How is it in Rome?]"
         assert message.content == "a</think>"
         assert len(message.tool_calls) == 1
-    finally:
-        service.close()
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
@@ -169,7 +167,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "message"), BAD)
-def test_bad_tools_get_a_clear_answer(deepseek: Service, fields: dict[str, Any], param: str, message: str) -> None:
+def test_bad_tools_get_a_clear_answer(deepseek: World, fields: dict[str, Any], param: str, message: str) -> None:
     body = {"messages": [QUESTION], **fields}
     answer = httpx.post(f"{deepseek.gateway.url}/v1/chat/completions", json=body)
     assert answer.status_code == 400
@@ -179,10 +177,7 @@ def test_bad_tools_get_a_clear_answer(deepseek: Service, fields: dict[str, Any],
 
 
 def test_a_template_that_knows_no_tools_leaves_them_out(tmp_path: Path) -> None:
-    service = Service(write_checkpoint(tmp_path, CHAT_TEMPLATE, CONTEXT))
-    try:
+    with World(write_checkpoint(tmp_path, CHAT_TEMPLATE, LONG_CONTEXT)) as service:
         service.says("hello")
         assert service.chat(QUESTION).choices[0].message.content == "hello"
         assert "weather" not in service.prompt
-    finally:
-        service.close()

@@ -8,9 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from gateway.detokenizer import ByteDetokenizer, StopMatcher, WindowDetokenizer
-from gateway.token_bytes import TokenBytes
-from tests.gateway.fakes import byte_tokenizer
+from gateway.detokenizer import ByteDetokenizer, StopMatcher, TokenBytes, WindowDetokenizer
+from tests.gateway.world import byte_tokenizer
 
 BYTES = byte_tokenizer()
 
@@ -152,7 +151,7 @@ def test_a_token_costs_the_same_however_long_the_answer_is(ids: list[int]) -> No
     assert len(sizes) <= 2 * len(ids)
 
 
-def test_the_cost_is_bounded_even_if_tokens_without_text_are_not_known_to_have_none() -> None:
+def test_the_cost_is_bounded_where_tokens_have_no_text() -> None:
     sizes: list[int] = []
 
     def decode(window: Sequence[int]) -> str:
@@ -210,3 +209,26 @@ def test_a_stop_string_before_it_may_end_the_text_is_text() -> None:
     assert matcher.push(" E", ends=False) == " "
     assert matcher.push("ND c", ends=True) == ""
     assert matcher.stop == "END"
+
+
+def test_every_byte_of_a_byte_level_vocabulary() -> None:
+    spelled = TokenBytes(byte_tokenizer())
+    assert spelled.make_text
+    assert [spelled.of(byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
+    assert spelled.of(EOS) == b"<eos>"
+    assert spelled.of(99_999) == b""
+
+
+def test_tokens_that_cross_characters() -> None:
+    tokenizer = chunky_tokenizer()
+    spelled = TokenBytes(tokenizer)
+    assert spelled.make_text
+    text = "你好 aéé"
+    assert b"".join(spelled.of(token_id) for token_id in tokenizer.encode(text).ids) == text.encode()
+
+
+def test_bytes_that_sentencepiece_falls_back_on() -> None:
+    spelled = TokenBytes(sentencepiece_like_tokenizer())
+    assert not spelled.make_text
+    assert spelled.of(0xE4) == b"\xe4"
+    assert spelled.of(260) == b"cat"

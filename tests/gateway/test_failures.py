@@ -3,7 +3,8 @@
 import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 import httpx
 import openai
@@ -15,7 +16,7 @@ from control.messages import FinishReason, Output, Peer, Resend, Token
 from control.plane import ControlPlaneFailed
 from gateway import decode_client
 from tests.control.test_versions import Foreign
-from tests.gateway.fakes import CONTEXT, IDENTITY, MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until
+from tests.gateway.world import CONTEXT, IDENTITY, MODEL, FakeDecodeNode, FakeNode, RunningGateway, World, wait_until
 
 StartDecode = Callable[..., FakeDecodeNode]
 
@@ -24,11 +25,10 @@ def body(**changes: object) -> dict[str, object]:
     return {"prompt": "abc", "max_tokens": 100} | changes
 
 
-def in_background(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
-    results: list[object] = []
-    thread = threading.Thread(target=lambda: results.append(call()))
-    thread.start()
-    return thread, results
+@pytest.fixture
+def background() -> Iterator[Executor]:
+    with ThreadPoolExecutor(4) as threads:
+        yield threads
 
 
 def test_not_ready_without_nodes(http: httpx.Client, prefill: FakeNode) -> None:
@@ -100,7 +100,7 @@ def test_requests_beyond_every_decode_node(prefill: FakeNode, start_decode: Star
     assert "maximum context length is 50 tokens, but 103 were" in answer.json()["error"]["message"]
 
 
-def test_a_chat_without_max_tokens_gets_what_the_largest_decode_node_has_left(
+def test_a_chat_without_max_tokens_fills_the_largest_decode_node(
     prefill: FakeNode, start_decode: StartDecode, http: httpx.Client
 ) -> None:
     assert http.get("/v1/models/tiny").json()["max_model_len"] == CONTEXT
@@ -153,44 +153,37 @@ def test_client_that_leaves_while_it_waits_cancels(
 
 
 def test_decode_node_restarted_before_the_first_token(
-    gateway: RunningGateway, decode: FakeDecodeNode, start_decode: StartDecode, http: httpx.Client
+    gateway: RunningGateway, decode: FakeDecodeNode, start_decode: StartDecode, http: httpx.Client, background: Executor
 ) -> None:
     decode.hold_after = 0
-    thread, results = in_background(lambda: http.post("/v1/completions", json=body()))
+    posted = background.submit(http.post, "/v1/completions", json=body())
     wait_until(lambda: decode.generated)
     decode.die()
     start_decode(port=decode.port)
-    thread.join()
-    answer = results[0]
-    assert isinstance(answer, httpx.Response)
-    assert answer.json()["choices"][0]["text"] == ("abc" * 34)[:100]
+    assert posted.result().json()["choices"][0]["text"] == ("abc" * 34)[:100]
 
 
 def test_decode_node_silent_before_the_first_token(
-    decode: FakeDecodeNode, start_decode: StartDecode, http: httpx.Client
+    decode: FakeDecodeNode, start_decode: StartDecode, http: httpx.Client, background: Executor
 ) -> None:
     decode.hold_after = 0
-    thread, results = in_background(lambda: http.post("/v1/completions", json=body()))
+    posted = background.submit(http.post, "/v1/completions", json=body())
     wait_until(lambda: decode.generated)
     other = start_decode()
     decode.die()
-    thread.join()
-    assert isinstance(results[0], httpx.Response)
-    assert results[0].status_code == 200
+    assert posted.result().status_code == 200
     assert len(other.generated) == 1
 
 
 def test_an_answer_that_does_not_stream_begins_anew_at_another_node(
-    decode: FakeDecodeNode, start_decode: StartDecode, http: httpx.Client
+    decode: FakeDecodeNode, start_decode: StartDecode, http: httpx.Client, background: Executor
 ) -> None:
     decode.hold_after = 2
-    thread, results = in_background(lambda: http.post("/v1/completions", json=body(max_tokens=5, seed=7)))
+    posted = background.submit(http.post, "/v1/completions", json=body(max_tokens=5, seed=7))
     wait_until(lambda: 'requests{state="running"} 1.0' in http.get("/metrics").text)
     decode.die()
     other = start_decode(port=decode.port)
-    thread.join()
-    assert isinstance(results[0], httpx.Response)
-    answer = results[0].json()
+    answer = posted.result().json()
     assert answer["choices"][0]["text"] == "abcab"
     assert answer["usage"]["completion_tokens"] == 5
     assert other.generated == decode.generated, "the same request, seed and all"
@@ -229,17 +222,12 @@ def test_decode_node_dies_after_the_first_token(
     assert not other.generated
 
 
-def test_deadline(start_gateway: Callable[..., RunningGateway], http: httpx.Client) -> None:
-    hasty = start_gateway(request_timeout=0.3)
-    prefill = FakeNode(hasty.control_address, "prefill").start()
-    decode = FakeDecodeNode(hasty.control_address)
-    decode.hold_after = 0
-    decode.start()
-    answer = httpx.post(f"{hasty.url}/v1/completions", json=body())
+def test_deadline(start_world: Callable[..., World]) -> None:
+    hasty = start_world(request_timeout=0.3)
+    hasty.decode.hold_after = 0
+    answer = httpx.post(f"{hasty.gateway.url}/v1/completions", json=body())
     assert (answer.status_code, answer.json()["error"]["type"]) == (504, "timeout_error")
-    wait_until(lambda: decode.cancelled)
-    decode.die()
-    prefill.die()
+    wait_until(lambda: hasty.decode.cancelled)
 
 
 class SlowTokenizer:
@@ -261,21 +249,23 @@ class SlowTokenizer:
 
 
 def test_prompts_that_take_long_to_tokenize_delay_no_small_ones(
-    gateway: RunningGateway, decode: FakeDecodeNode, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+    gateway: RunningGateway,
+    decode: FakeDecodeNode,
+    http: httpx.Client,
+    monkeypatch: pytest.MonkeyPatch,
+    background: Executor,
 ) -> None:
     tokenizer = SlowTokenizer(gateway, monkeypatch)
     huge = [
-        in_background(lambda: httpx.post(f"{gateway.url}/v1/completions", json=body(prompt="a" * 70_000), timeout=20))
+        background.submit(httpx.post, f"{gateway.url}/v1/completions", json=body(prompt="a" * 70_000), timeout=20)
         for _ in range(4)
     ]
     assert tokenizer.busy.acquire(timeout=20)
     assert tokenizer.busy.acquire(timeout=20), "two at a time"
     assert http.post("/v1/completions", json=body()).status_code == 200
     tokenizer.go_on.set()
-    for thread, results in huge:
-        thread.join()
-        assert isinstance(results[0], httpx.Response)
-        assert results[0].json()["error"]["code"] == "context_length_exceeded"
+    for posted in huge:
+        assert posted.result().json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_the_request_timeout_covers_tokenizing(
@@ -300,7 +290,7 @@ def test_stopping_gateway_cancels_what_is_in_flight(
     assert len(decode.cancelled) == 1
 
 
-def test_a_draining_gateway_lets_streams_finish_and_sends_new_requests_elsewhere(
+def test_a_draining_gateway_lets_streams_finish_and_takes_no_more(
     gateway: RunningGateway, decode: FakeDecodeNode, http: httpx.Client
 ) -> None:
     decode.hold_after = 1
@@ -335,21 +325,16 @@ def test_an_idle_gateway_drains_at_once(gateway: RunningGateway, decode: FakeDec
     gateway.join()
 
 
-def test_what_streams_at_the_drain_timeout_is_ended(start_gateway: Callable[..., RunningGateway]) -> None:
-    hasty = start_gateway(drain_timeout=0.3)
-    prefill = FakeNode(hasty.control_address, "prefill").start()
-    decode = FakeDecodeNode(hasty.control_address)
-    decode.hold_after = 1
-    decode.start()
-    with httpx.stream("POST", f"{hasty.url}/v1/completions", json=body(stream=True), timeout=20) as response:
+def test_what_streams_at_the_drain_timeout_is_ended(start_world: Callable[..., World]) -> None:
+    hasty = start_world(drain_timeout=0.3)
+    hasty.decode.hold_after = 1
+    with httpx.stream("POST", f"{hasty.gateway.url}/v1/completions", json=body(stream=True), timeout=20) as response:
         lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
         next(lines)
-        hasty.drain()
+        hasty.gateway.drain()
         assert "shutting down" in next(lines)
-    hasty.join()
-    assert len(decode.cancelled) == 1
-    decode.die()
-    prefill.die()
+    hasty.gateway.join()
+    assert len(hasty.decode.cancelled) == 1
 
 
 def test_restarted_gateway_finds_the_nodes_again(
@@ -444,18 +429,16 @@ def test_what_is_lost_of_what_was_sent_again_is_asked_for_from_there(
     assert list(dict.fromkeys(asked.start for asked in decode.resent)) == [1, 3]
 
 
-def test_the_end_of_a_request_is_not_acknowledged_while_tokens_before_it_are_missing(
-    decode: FakeDecodeNode, http: httpx.Client
+def test_an_end_is_not_acknowledged_while_tokens_before_it_are_missing(
+    decode: FakeDecodeNode, http: httpx.Client, background: Executor
 ) -> None:
     """The decode node would forget them."""
     decode.chunks, decode.lost, decode.deaf_to_resend = script(3), frozenset({1}), 1000
-    thread, results = in_background(lambda: http.post("/v1/completions", json=body(max_tokens=3)))
+    posted = background.submit(http.post, "/v1/completions", json=body(max_tokens=3))
     wait_until(lambda: len(decode.resent) > 1)
     assert decode.ended == []
     decode.deaf_to_resend = 0
-    thread.join()
-    assert isinstance(results[0], httpx.Response)
-    assert results[0].json()["choices"][0]["text"] == "abc"
+    assert posted.result().json()["choices"][0]["text"] == "abc"
     wait_until(lambda: decode.ended)
 
 

@@ -1,8 +1,6 @@
 """Fields of requests that say how an answer is drawn, how many there are, and what its text has in it."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,34 +9,20 @@ import pytest
 from structlog.testing import capture_logs
 
 from control.messages import Sampling
-from gateway.config import GatewayConfig
 from gateway.errors import ApiError
 from gateway.requests.unsupported import FieldPolicy
-from tests.gateway.fakes import CONTEXT, EOS, MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until
-
-
-@pytest.fixture(scope="module")
-def nodes(checkpoint: Path) -> Iterator[tuple[RunningGateway, FakeDecodeNode]]:
-    """One gateway for all tests of this file."""
-    gateway = RunningGateway(GatewayConfig(model_path=checkpoint, served_model_name=MODEL, port=0, control_port=0))
-    prefill = FakeNode(gateway.control_address, "prefill").start()
-    decode = FakeDecodeNode(gateway.control_address)
-    decode.start()
-    yield gateway, decode
-    for node in (prefill, decode):
-        node.die()
-    gateway.stop()
+from tests.gateway.world import CONTEXT, EOS, MODEL, FakeDecodeNode, RunningGateway, World, wait_until
 
 
 @pytest.fixture
-def gateway(nodes: tuple[RunningGateway, FakeDecodeNode]) -> RunningGateway:
-    return nodes[0]
+def gateway(world: World) -> RunningGateway:
+    return world.gateway
 
 
 @pytest.fixture(autouse=True)
-def decode(nodes: tuple[RunningGateway, FakeDecodeNode]) -> FakeDecodeNode:
-    nodes[1].reset()
-    return nodes[1]
+def decode(world: World) -> FakeDecodeNode:
+    world.decode.reset()
+    return world.decode
 
 
 def chunks_of(response: httpx.Response) -> list[dict[str, Any]]:
@@ -208,7 +192,7 @@ def test_usage_may_come_with_every_chunk(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"include_usage": True}], ids=["plain", "usage"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_chunks_with_nothing_but_text_are_as_other_chunks_but_for_what_they_lack(
+def test_chunks_of_text_alone_equal_other_chunks_but_for_what_they_lack(
     http: httpx.Client, path: str, options: dict[str, Any]
 ) -> None:
     """They are made in another way."""

@@ -16,8 +16,16 @@ import pytest
 from base.errors import StartupError
 from control.messages import Output
 from gateway.errors import ApiError
-from tests.gateway.fakes import MODEL, FakeDecodeNode, RunningGateway, held_answers, wait_until, write_checkpoint
-from tests.gateway.scripted import CONTEXT, Service
+from tests.gateway.world import (
+    LONG_CONTEXT,
+    MODEL,
+    FakeDecodeNode,
+    RunningGateway,
+    World,
+    held_answers,
+    wait_until,
+    write_checkpoint,
+)
 from tests.service.raw_http import RawClient
 
 TOKENS = 4096
@@ -60,10 +68,11 @@ def no_collections() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    service = Service(write_checkpoint(tmp_path_factory.mktemp("checkpoint"), None, CONTEXT), max_answer_mib=64)
-    yield service
-    service.close()
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with World(
+        write_checkpoint(tmp_path_factory.mktemp("checkpoint"), None, LONG_CONTEXT), max_answer_mib=64
+    ) as service:
+        yield service
 
 
 def ended(gateway: RunningGateway, reason: str) -> float:
@@ -76,12 +85,12 @@ def ended(gateway: RunningGateway, reason: str) -> float:
     ("path", "stream"), [*((path, False) for path in HOSTILE), ("/v1/responses", True)], ids=lambda value: str(value)
 )
 def test_many_log_probabilities_do_not_hold_up_the_loop(
-    service: Service, no_collections: None, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
+    service: World, no_collections: None, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
 ) -> None:
     service.decode.reset()
-    service.decode.chunks = CHUNKS if "n" in HOSTILE[path] else CHUNKS * (CONTEXT // TOKENS - 1)
+    service.decode.chunks = CHUNKS if "n" in HOSTILE[path] else CHUNKS * (LONG_CONTEXT // TOKENS - 1)
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
-    body = {"model": MODEL, limit: CONTEXT - TOKENS, "stream": stream, **HOSTILE[path]}
+    body = {"model": MODEL, limit: LONG_CONTEXT - TOKENS, "stream": stream, **HOSTILE[path]}
     slowest = SlowestCallback(service.gateway, monkeypatch)
     answer = httpx.post(f"{service.gateway.url}{path}", json=body, timeout=120)
     assert answer.status_code == 200
@@ -89,7 +98,7 @@ def test_many_log_probabilities_do_not_hold_up_the_loop(
     assert len(answer.content) > 1 << 22
 
 
-def test_others_are_answered_while_a_large_answer_is_made(service: Service) -> None:
+def test_others_are_answered_while_a_large_answer_is_made(service: World) -> None:
     service.decode.reset()
     service.decode.chunks = CHUNKS
     url = f"{service.gateway.url}/v1/completions"
@@ -158,7 +167,7 @@ def test_where_all_answers_take_too_much_the_largest_ends(gateway: RunningGatewa
 @pytest.mark.parametrize("gateway", [{"max_answer_mib": 1}], indirect=True)
 def test_a_stream_that_its_client_does_not_read_is_bounded(gateway: RunningGateway, decode: FakeDecodeNode) -> None:
     decode.chunks = [[number % 256] * 16 for number in range(25)]
-    body = json.dumps(LARGE | {"n": 128, "max_tokens": 400, "stream": True})
+    body = json.dumps(LARGE | {"n": 32, "max_tokens": 400, "stream": True})
     with RawClient(gateway.gateway.port) as client:
         client.post("/v1/completions", f"Content-Length: {len(body)}", body=body)
         wait_until(lambda: ended(gateway, "too_large") == 1, timeout=60)

@@ -16,7 +16,7 @@ import control.messages
 import gateway.server
 from base.wire import MAX_ERRORS, FailFastModel, first_error
 from control.grammar import Regex
-from tests.gateway.scripted import QUESTION, Service
+from tests.gateway.world import QUESTION, World
 
 MODULES = (control.messages, gateway.server)
 """Import all models."""
@@ -54,7 +54,7 @@ def _counted() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_a_body_of_wrong_elements_is_refused_cheaply_beside_an_honest_client(body: str, deepseek: Service) -> None:
+def test_a_body_of_wrong_elements_is_refused_cheaply_beside_an_honest_client(body: str, deepseek: World) -> None:
     deepseek.says("</think>Sunny.")
     path, fields = BODIES[body]
     content = json.dumps(fields, separators=(",", ":"))

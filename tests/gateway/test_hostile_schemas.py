@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.gateway.scripted import QUESTION, Service, dsml_call, dsml_calls, glm_call
+from tests.gateway.world import QUESTION, World, dsml_call, dsml_calls, glm_call
 
 SELF = {"$ref": "#/$defs/d"}
 
@@ -24,7 +24,7 @@ TOO_LONG = weather(
 """Schemas of which a grammar would have 100 million characters."""
 
 
-def beside(service: Service, hostile: dict[str, Any]) -> tuple[Future[Any], list[Future[Any]]]:
+def beside(service: World, hostile: dict[str, Any]) -> tuple[Future[Any], list[Future[Any]]]:
     """The answer to an honest client while as many hostile ones ask as there are threads, and the answers to these."""
     with ThreadPoolExecutor(5) as clients:
         theirs = [clients.submit(service.chat, QUESTION, **hostile) for _ in range(4)]
@@ -34,7 +34,7 @@ def beside(service: Service, hostile: dict[str, Any]) -> tuple[Future[Any], list
 @pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize("family", ["deepseek", "glm"])
 def test_a_schema_that_refers_to_itself_costs_nobody(family: str, choice: str, request: pytest.FixtureRequest) -> None:
-    service: Service = request.getfixturevalue(family)
+    service: World = request.getfixturevalue(family)
     service.says(dsml_calls(dsml_call("Rome")) if family == "deepseek" else "</think>" + glm_call("Rome"))
     mine, theirs = beside(service, {"tools": [RECURSIVE], "tool_choice": choice})
     for answer in (mine, *theirs):
@@ -44,7 +44,7 @@ def test_a_schema_that_refers_to_itself_costs_nobody(family: str, choice: str, r
 
 @pytest.mark.parametrize("family", ["deepseek", "glm"])
 def test_a_grammar_that_is_too_long_is_refused(family: str, request: pytest.FixtureRequest) -> None:
-    service: Service = request.getfixturevalue(family)
+    service: World = request.getfixturevalue(family)
     service.says("</think>Sunny.")
     mine, theirs = beside(service, {"tools": [TOO_LONG], "tool_choice": "required"})
     assert "Sunny." in mine.result().choices[0].message.content

@@ -1,9 +1,7 @@
 """The OpenAI API over real HTTP, with the official client where it can say what is meant."""
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,38 +10,24 @@ import pytest
 
 from control.messages import MAX_ALLOWED, MAX_BAD_WORD_TOKENS, Output, Token
 from gateway import decode_client
-from gateway.config import GatewayConfig
 from gateway.requests.unsupported import HARMLESS, NEUTRAL
-from tests.gateway.fakes import CONTEXT, EOS, MODEL, VOCAB, FakeDecodeNode, FakeNode, RunningGateway, wait_until
-
-
-@pytest.fixture(scope="module")
-def nodes(checkpoint: Path) -> Iterator[tuple[RunningGateway, FakeNode, FakeDecodeNode]]:
-    """One gateway for all tests of this file: none of them may leave anything behind."""
-    gateway = RunningGateway(GatewayConfig(model_path=checkpoint, served_model_name=MODEL, port=0, control_port=0))
-    prefill = FakeNode(gateway.control_address, "prefill").start()
-    decode = FakeDecodeNode(gateway.control_address)
-    decode.start()
-    yield gateway, prefill, decode
-    for node in (prefill, decode):
-        node.die()
-    gateway.stop()
+from tests.gateway.world import CONTEXT, EOS, MODEL, VOCAB, FakeDecodeNode, FakeNode, RunningGateway, World, wait_until
 
 
 @pytest.fixture
-def gateway(nodes: tuple[RunningGateway, FakeNode, FakeDecodeNode]) -> RunningGateway:
-    return nodes[0]
+def gateway(world: World) -> RunningGateway:
+    return world.gateway
 
 
 @pytest.fixture
-def prefill(nodes: tuple[RunningGateway, FakeNode, FakeDecodeNode]) -> FakeNode:
-    return nodes[1]
+def prefill(world: World) -> FakeNode:
+    return world.prefill
 
 
 @pytest.fixture(autouse=True)
-def decode(nodes: tuple[RunningGateway, FakeNode, FakeDecodeNode]) -> FakeDecodeNode:
-    nodes[2].reset()
-    return nodes[2]
+def decode(world: World) -> FakeDecodeNode:
+    world.decode.reset()
+    return world.decode
 
 
 def events(response: httpx.Response) -> list[str]:

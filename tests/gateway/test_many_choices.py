@@ -15,9 +15,9 @@ from control.codec import encode
 from control.messages import MAX_CHOICES, Generate
 from gateway import preparer
 from gateway.answers import completions
-from gateway.prefix_index import PrefixIndex
+from gateway.prefix_routing import PrefixIndex
 from gateway.preparer import MAX_SETTINGS_BYTES
-from tests.gateway.fakes import FakeDecodeNode, RunningGateway, wait_until
+from tests.gateway.world import FakeDecodeNode, RunningGateway, wait_until
 
 LARGE_SCHEMA = {"type": "object", "description": "x" * 600_000}
 
@@ -79,7 +79,7 @@ def test_choices_that_no_node_takes_leave_nothing_behind(
     decode.reject = other.reject = "queue_full"
     assert posted(http, n=8).status_code == 429
     client = gateway.gateway._client
-    wait_until(lambda: not (client._attempts or client._groups or client._beginning or client._cancelling))
+    wait_until(lambda: not (client._attempts or client._groups or client._pending or client._cancelling))
     decode.reset()
     assert posted(http, n=8).status_code == 200
 

@@ -1,6 +1,5 @@
 """/v1/messages through Anthropic's client."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -8,12 +7,15 @@ import anthropic
 import httpx
 import pytest
 
-from tests.gateway.fakes import MODEL, RunningGateway, wait_until
-from tests.gateway.scripted import (
+from tests.gateway.world import (
+    MODEL,
     WEATHER,
-    Service,
+    RunningGateway,
+    World,
     dsml_call,
     dsml_calls,
+    events_of,
+    first_of_each_run,
     glm_call,
 )
 
@@ -25,28 +27,17 @@ TOOL: dict[str, Any] = {
 QUESTION: dict[str, Any] = {"role": "user", "content": "How is it in Rome?"}
 
 
-def ask(service: Service, *messages: dict[str, Any], **fields: Any) -> Any:
+def ask(service: World, *messages: dict[str, Any], **fields: Any) -> Any:
     fields = {"max_tokens": 4096, "messages": list(messages or (QUESTION,)), **fields}
     return service.anthropic.messages.create(model=MODEL, **fields)
 
 
-def post(service: Service, path: str = "/v1/messages", **fields: Any) -> httpx.Response:
+def post(service: World, path: str = "/v1/messages", **fields: Any) -> httpx.Response:
     body = {"model": MODEL, "max_tokens": 64, "messages": [QUESTION], **fields}
     return httpx.post(f"{service.gateway.url}{path}", json=body, timeout=20)
 
 
-def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    *blocks, rest = answer.text.split("\n\n")
-    assert rest == ""
-    events = []
-    for block in blocks:
-        name, data = block.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-    return events
-
-
-def test_an_answer_is_a_message(deepseek: Service) -> None:
+def test_an_answer_is_a_message(deepseek: World) -> None:
     deepseek.says("It is warm.")
     message = ask(
         deepseek,
@@ -66,7 +57,7 @@ def test_an_answer_is_a_message(deepseek: Service) -> None:
     assert (sampling.temperature, sampling.top_k) == (0.5, 7)
 
 
-def test_an_agent_goes_on_with_what_it_got(deepseek: Service) -> None:
+def test_an_agent_goes_on_with_what_it_got(deepseek: World) -> None:
     messages: list[dict[str, Any]] = [QUESTION]
     deepseek.says("Two." + dsml_calls(dsml_call("Paris"), dsml_call("Oslo", 3)))
     message = ask(deepseek, *messages, tools=[TOOL])
@@ -92,7 +83,7 @@ def test_an_agent_goes_on_with_what_it_got(deepseek: Service) -> None:
     )
 
 
-def test_thinking_is_a_block_and_comes_back(glm: Service) -> None:
+def test_thinking_is_a_block_and_comes_back(glm: World) -> None:
     glm.says("Rome, then.</think>Sunny.")
     message = ask(glm, thinking={"type": "enabled", "budget_tokens": 1024})
     assert [block.type for block in message.content] == ["thinking", "text"]
@@ -107,7 +98,7 @@ def test_thinking_is_a_block_and_comes_back(glm: Service) -> None:
     assert "Sunny." in glm.prompt
 
 
-def test_thinking_may_be_left_out_of_the_answer(glm: Service) -> None:
+def test_thinking_may_be_left_out_of_the_answer(glm: World) -> None:
     glm.says("secret</think>Sunny.")
     thinking = {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}
     assert ask(glm, thinking=thinking).content[0].thinking == ""
@@ -116,7 +107,7 @@ def test_thinking_may_be_left_out_of_the_answer(glm: Service) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_sequence_is_named(deepseek: Service, stream: bool) -> None:
+def test_a_stop_sequence_is_named(deepseek: World, stream: bool) -> None:
     deepseek.says("one two three")
     answer = ask(deepseek, stop_sequences=["zero", " three"], stream=stream)
     if stream:
@@ -127,12 +118,12 @@ def test_a_stop_sequence_is_named(deepseek: Service, stream: bool) -> None:
         assert answer.content[0].text == "one two"
 
 
-def test_an_answer_that_is_cut_off_says_so(deepseek: Service) -> None:
+def test_an_answer_that_is_cut_off_says_so(deepseek: World) -> None:
     deepseek.says_until_cut_off("It i")
     assert ask(deepseek, max_tokens=4).stop_reason == "max_tokens"
 
 
-def test_the_streaming_helper_puts_the_whole_message_together(glm: Service) -> None:
+def test_the_streaming_helper_puts_the_whole_message_together(glm: World) -> None:
     glm.says("Rome.</think>I look.\n" + glm_call("Rome") + glm_call("Paris"))
     with glm.anthropic.messages.stream(
         model=MODEL,
@@ -153,11 +144,11 @@ def test_the_streaming_helper_puts_the_whole_message_together(glm: Service) -> N
     assert message.usage.output_tokens == sum(map(len, glm.decode.chunks or ()))
 
 
-def test_events_come_in_the_published_order(glm: Service) -> None:
+def test_events_come_in_the_published_order(glm: World) -> None:
     glm.says("a</think>b" + glm_call("Rome"))
     events = events_of(post(glm, stream=True, tools=[TOOL], max_tokens=999))
     kinds = [event.get("delta", {}).get("type", event["type"]) for event in events]
-    assert [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind != before] == [
+    assert first_of_each_run(kinds) == [
         *("message_start", "content_block_start", "ping", "thinking_delta", "signature_delta", "content_block_stop"),
         *("content_block_start", "text_delta", "content_block_stop"),
         *("content_block_start", "input_json_delta", "content_block_stop"),
@@ -168,7 +159,7 @@ def test_events_come_in_the_published_order(glm: Service) -> None:
     assert starts[2]["content_block"]["input"] == {}
 
 
-def test_a_stream_that_breaks_says_so(deepseek: Service) -> None:
+def test_a_stream_that_breaks_says_so(deepseek: World) -> None:
     deepseek.breaks_after("hi there")
     *_, last = events_of(post(deepseek, stream=True))
     assert (last["type"], last["error"]["type"]) == ("error", "api_error")
@@ -177,19 +168,8 @@ def test_a_stream_that_breaks_says_so(deepseek: Service) -> None:
         list(ask(deepseek, stream=True))
 
 
-def test_a_client_that_leaves_frees_the_decode_node(deepseek: Service) -> None:
-    deepseek.decode.reset()
-    deepseek.decode.hold_after = 3
-    stream = ask(deepseek, stream=True)
-    for event in stream:
-        if event.type == "content_block_delta":
-            break
-    stream.close()
-    wait_until(lambda: deepseek.decode.cancelled)
-
-
 def test_tokens_are_counted_without_a_decode_node(
-    start_gateway: Callable[..., RunningGateway], deepseek: Service
+    start_gateway: Callable[..., RunningGateway], deepseek: World
 ) -> None:
     deepseek.says("x")
     ask(deepseek, system="Be short.", tools=[TOOL])
@@ -241,7 +221,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "message"), REFUSED)
-def test_what_is_not_carried_out_is_named(deepseek: Service, fields: dict[str, Any], message: str) -> None:
+def test_what_is_not_carried_out_is_named(deepseek: World, fields: dict[str, Any], message: str) -> None:
     answer = post(deepseek, **fields)
     assert answer.status_code == 400, answer.text
     body = answer.json()
@@ -249,7 +229,7 @@ def test_what_is_not_carried_out_is_named(deepseek: Service, fields: dict[str, A
     assert body["error"]["message"].startswith(message)
 
 
-def test_tool_choice_none_and_auto_are_carried_out(glm: Service) -> None:
+def test_tool_choice_none_and_auto_are_carried_out(glm: World) -> None:
     glm.says("</think>" + glm_call("Rome"))
     message = ask(glm, tools=[TOOL], tool_choice={"type": "none"})
     assert [block.type for block in message.content] == ["text"]

@@ -17,21 +17,19 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.gateway.fakes import RunningGateway
-from tests.gateway.scripted import Service, glm_call, glm_service
+from tests.gateway.world import RunningGateway, World, glm_call, glm_service
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    service = glm_service(tmp_path_factory.mktemp("glm"))
-    service.says("so</think>yes" + glm_call("Rome"))
-    yield service
-    service.close()
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with glm_service(tmp_path_factory.mktemp("glm")) as service:
+        service.says("so</think>yes" + glm_call("Rome"))
+        yield service
 
 
-def check(service: Service, examples: int) -> None:
+def check(service: World, examples: int) -> None:
     """Sends so many requests, some by the schemas and some that break them."""
     document = httpx.get(f"{service.gateway.url}/openapi.json").json()
     schema = schemathesis.openapi.from_dict(document)
@@ -61,14 +59,14 @@ def check(service: Service, examples: int) -> None:
     assert statuses[400] > examples / 10, statuses
 
 
-def test_a_hundred_requests_are_answered_as_the_document_says(service: Service) -> None:
+def test_a_hundred_requests_are_answered_as_the_document_says(service: World) -> None:
     check(service, 100)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("examples", [1000, 5000])
-def test_thousands_of_requests_are_answered_as_the_document_says(service: Service, examples: int) -> None:
+def test_thousands_of_requests_are_answered_as_the_document_says(service: World, examples: int) -> None:
     check(service, examples)
 
 
@@ -85,7 +83,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
 def test_an_answer_with_everything_in_it_is_as_the_document_says(
-    service: Service, path: str, body: dict[str, Any]
+    service: World, path: str, body: dict[str, Any]
 ) -> None:
     if path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
         functions = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gateway.fakes import MODEL, FakeDecodeNode
+from tests.gateway.world import MODEL, FakeDecodeNode
 
 CHAT = [{"role": "user", "content": "How is it in Rome?"}]
 
@@ -42,9 +42,7 @@ def test_cached_tokens_of_a_stream(http: httpx.Client, decode: FakeDecodeNode) -
     assert json.loads(begin.removeprefix("data: "))["message"]["usage"]["cache_read_input_tokens"] == 5
 
 
-def test_a_prompt_counts_once_and_what_was_computed_for_one_answer_was_computed(
-    http: httpx.Client, decode: FakeDecodeNode
-) -> None:
+def test_a_prompt_of_many_answers_counts_once_as_computed(http: httpx.Client, decode: FakeDecodeNode) -> None:
     decode.cached_tokens = (0, 3, 2, 4)
     usage = posted(http, "/v1/completions", prompt=["abcd", "efgh"], n=2)["usage"]
     cached = dict(zip((sent.request_id[-1] for sent in decode.generated), decode.cached_tokens, strict=True))

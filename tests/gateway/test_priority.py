@@ -10,8 +10,8 @@ from base.errors import StartupError
 from gateway.config import GatewayConfig
 from gateway.process import Gateway
 from gateway.requests.generation import MAX_PRIORITY
-from tests.gateway.fakes import FakeDecodeNode, RunningGateway
 from tests.gateway.test_access import key_file, refused
+from tests.gateway.world import FakeDecodeNode, RunningGateway
 
 BODY = {"prompt": "abc", "max_tokens": 2}
 Start = Callable[..., RunningGateway]

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from control.prompt_logprobs import MAX_PROMPT_LOGPROBS
-from tests.gateway.fakes import BOS, MODEL, FakeDecodeNode
+from tests.gateway.world import BOS, MODEL, FakeDecodeNode
 
 
 def complete(http: httpx.Client, **fields: Any) -> Any:

@@ -4,7 +4,7 @@ import pytest
 
 from control.messages import CheckpointIdentity, Heartbeat, Peer, Refused, Register, Registered
 from gateway.registry import Capacity, NodeRegistry
-from tests.gateway.fakes import IDENTITY
+from tests.gateway.world import IDENTITY
 
 VIA = "gateway:1"
 
@@ -48,7 +48,7 @@ def test_another_dtype_is_refused_with_both_values(registry: NodeRegistry) -> No
     assert registry.count("prefill", 0.0) == 1
 
 
-def test_a_node_of_another_checkpoint_than_the_gateways_is_refused_with_both_values() -> None:
+def test_a_node_of_another_checkpoint_is_refused_with_both_values() -> None:
     own = CheckpointIdentity(vocab_size=100, config="c0", tokenizer="70")
     registry = NodeRegistry(own)
 
@@ -153,14 +153,14 @@ def test_a_leaving_node_takes_nothing_more_but_may_finish(registry: NodeRegistry
 
 
 def test_readiness_says_what_is_missing(registry: NodeRegistry) -> None:
-    assert registry.missing(0.0) is None
+    assert registry.unready_reason(0.0) is None
     registry.leave(peer(1, "prefill"))
-    assert "no live prefill node" in (registry.missing(0.0) or "")
+    assert "no live prefill node" in (registry.unready_reason(0.0) or "")
     registry.register(peer(4), offer(local_prefill=True), 0.0)
-    assert registry.missing(0.0) is None
+    assert registry.unready_reason(0.0) is None
     # Without prefill nodes only a node that prefills itself is of use.
     assert registry.pick_decode(10, (), 0.0) == peer(4)
-    assert "no live decode node" in (registry.missing(10.0) or "")
+    assert "no live decode node" in (registry.unready_reason(10.0) or "")
 
 
 def test_decode_nodes_hear_which_prefill_nodes_leave(registry: NodeRegistry) -> None:

@@ -4,33 +4,34 @@ import json
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
-from tests.gateway.fakes import MODEL, FakeDecodeNode, wait_until
-from tests.gateway.scripted import (
+from tests.gateway.world import (
     DSML,
+    MODEL,
     WEATHER,
-    Service,
+    World,
     dsml_call,
     dsml_calls,
+    events_of,
+    first_of_each_run,
     glm_call,
 )
 
 TOOL: dict[str, Any] = {"type": "function", **WEATHER["function"]}
 
 
-def ask(service: Service, **fields: Any) -> Any:
+def ask(service: World, **fields: Any) -> Any:
     fields = {"model": MODEL, "input": "How is it in Rome?", "max_output_tokens": 4096, **fields}
     return service.client.responses.create(**fields)
 
 
-def post(service: Service, **fields: Any) -> httpx.Response:
+def post(service: World, **fields: Any) -> httpx.Response:
     body = {"model": MODEL, "input": "hi", "max_output_tokens": 64, **fields}
     return httpx.post(f"{service.gateway.url}/v1/responses", json=body, timeout=20)
 
 
-def test_an_answer_is_one_message(deepseek: Service) -> None:
+def test_an_answer_is_one_message(deepseek: World) -> None:
     deepseek.says("It is warm.")
     response = ask(
         deepseek, instructions="Be short.", metadata={"a": "b"}, temperature=0.5, store=True, truncation="disabled"
@@ -50,7 +51,7 @@ def test_an_answer_is_one_message(deepseek: Service) -> None:
     assert deepseek.decode.generated[-1].sampling.temperature == 0.5
 
 
-def test_an_agent_goes_on_with_what_it_got(deepseek: Service) -> None:
+def test_an_agent_goes_on_with_what_it_got(deepseek: World) -> None:
     """Two calls at once; output items come back as input, as clients without stored state do."""
     items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]}]
     deepseek.says("Two." + dsml_calls(dsml_call("Paris"), dsml_call("Oslo", 3)))
@@ -71,7 +72,7 @@ def test_an_agent_goes_on_with_what_it_got(deepseek: Service) -> None:
     assert "Two." in deepseek.prompt
 
 
-def test_reasoning_is_an_item_of_its_own_and_comes_back(glm: Service) -> None:
+def test_reasoning_is_an_item_of_its_own_and_comes_back(glm: World) -> None:
     glm.says("Rome, then.</think>\nSunny.")
     response = ask(glm)
     reasoning, message = response.output
@@ -86,13 +87,13 @@ def test_reasoning_is_an_item_of_its_own_and_comes_back(glm: Service) -> None:
 
 
 @pytest.mark.parametrize(("effort", "end"), [("none", "</think>"), ("high", "<think>")])
-def test_reasoning_effort_turns_reasoning_on_and_off(glm: Service, effort: str, end: str) -> None:
+def test_reasoning_effort_turns_reasoning_on_and_off(glm: World, effort: str, end: str) -> None:
     glm.says("</think>Sunny." if effort == "high" else "Sunny.")
     assert ask(glm, reasoning={"effort": effort, "summary": "auto"}).output_text == "Sunny."
     assert glm.prompt.endswith(f"<|assistant|>{end}")
 
 
-def test_an_answer_that_is_cut_off_is_incomplete(glm: Service) -> None:
+def test_an_answer_that_is_cut_off_is_incomplete(glm: World) -> None:
     text = "</think>Well. <tool_call>weather<arg_key>ci"
     glm.says_until_cut_off(text)
     response = ask(glm, tools=[TOOL], max_output_tokens=len(text))
@@ -102,7 +103,7 @@ def test_an_answer_that_is_cut_off_is_incomplete(glm: Service) -> None:
     assert response.output[0].status == "incomplete"
 
 
-def test_the_streaming_helper_puts_the_whole_response_together(glm: Service) -> None:
+def test_the_streaming_helper_puts_the_whole_response_together(glm: World) -> None:
     glm.says("Rome.</think>I look.\n" + glm_call("Rome") + glm_call("Paris"))
     with glm.client.responses.stream(
         model=MODEL, input="How?", tools=[{**TOOL, "strict": False}], max_output_tokens=4096
@@ -120,17 +121,11 @@ def test_the_streaming_helper_puts_the_whole_response_together(glm: Service) -> 
     assert response.usage.output_tokens == sum(map(len, glm.decode.chunks or ()))
 
 
-def test_events_come_in_the_published_order(glm: Service) -> None:
+def test_events_come_in_the_published_order(glm: World) -> None:
     glm.says("a</think>b" + glm_call("Rome"))
-    lines = post(glm, stream=True, tools=[TOOL], max_output_tokens=999).text.split("\n\n")
-    assert lines.pop() == ""
-    events = []
-    for line in lines:
-        name, data = line.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
+    events = events_of(post(glm, stream=True, tools=[TOOL], max_output_tokens=999))
     kinds = [event["type"].removeprefix("response.") for event in events]
-    assert [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind != before] == [
+    assert first_of_each_run(kinds) == [
         *("created", "in_progress"),
         *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done"),
         *("content_part.done", "output_item.done"),
@@ -150,14 +145,14 @@ def test_events_come_in_the_published_order(glm: Service) -> None:
     assert {event["item_id"] for event in events if "item_id" in event} == {item["id"] for item in done}
 
 
-def test_a_stream_repeats_a_schema_with_integers_of_any_size(glm: Service) -> None:
+def test_a_stream_repeats_a_schema_with_integers_of_any_size(glm: World) -> None:
     schema = {"type": "object", "maxProperties": 10**20}
     text = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
     created = post(glm, stream=True, text=text).text.split("\n\n")[0]
     assert json.loads(created.partition("data: ")[2])["response"]["text"]["format"]["schema"] == schema
 
 
-def test_a_stream_that_is_cut_off_ends_incomplete(glm: Service) -> None:
+def test_a_stream_that_is_cut_off_ends_incomplete(glm: World) -> None:
     text = "</think>" + glm_call("Rome")[:-20]
     glm.says_until_cut_off(text)
     *_, last = ask(glm, stream=True, tools=[TOOL], max_output_tokens=len(text))
@@ -166,7 +161,7 @@ def test_a_stream_that_is_cut_off_ends_incomplete(glm: Service) -> None:
     assert last.response.output[-1].status == "incomplete"
 
 
-def test_a_stream_that_breaks_says_so(deepseek: Service) -> None:
+def test_a_stream_that_breaks_says_so(deepseek: World) -> None:
     deepseek.breaks_after("hi there")
     *events, last = ask(deepseek, stream=True)
     assert last.type == "response.failed"
@@ -174,7 +169,7 @@ def test_a_stream_that_breaks_says_so(deepseek: Service) -> None:
     assert [event.delta for event in events if event.type == "response.output_text.delta"] == ["hi th", "ere"]
 
 
-def test_log_probabilities_come_with_the_text(deepseek: Service) -> None:
+def test_log_probabilities_come_with_the_text(deepseek: World) -> None:
     deepseek.says("abc")
     response = ask(deepseek, top_logprobs=2, include=["message.output_text.logprobs"])
     logprobs = response.output[0].content[0].logprobs
@@ -184,18 +179,6 @@ def test_log_probabilities_come_with_the_text(deepseek: Service) -> None:
     events = list(ask(deepseek, top_logprobs=2, stream=True))
     deltas = [event for event in events if event.type == "response.output_text.delta"]
     assert [entry.token for event in deltas for entry in event.logprobs] == ["a", "b", "c"]
-
-
-def test_a_client_that_leaves_frees_the_decode_node(deepseek: Service) -> None:
-    decode: FakeDecodeNode = deepseek.decode
-    decode.reset()
-    decode.hold_after = 3
-    stream = ask(deepseek, stream=True)
-    for event in stream:
-        if event.type == "response.output_text.delta":
-            break
-    stream.close()
-    wait_until(lambda: decode.cancelled)
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
@@ -233,7 +216,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "message"), REFUSED)
-def test_what_is_not_carried_out_is_named(deepseek: Service, fields: dict[str, Any], param: str, message: str) -> None:
+def test_what_is_not_carried_out_is_named(deepseek: World, fields: dict[str, Any], param: str, message: str) -> None:
     answer = post(deepseek, **fields)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -243,26 +226,17 @@ def test_what_is_not_carried_out_is_named(deepseek: Service, fields: dict[str, A
 
 
 @pytest.mark.parametrize("number", ["NaN", "1e999"])
-def test_numbers_that_no_answer_can_repeat_are_refused(deepseek: Service, number: str) -> None:
+def test_numbers_that_no_answer_can_repeat_are_refused(deepseek: World, number: str) -> None:
     tool = '{"type": "function", "name": "f", "parameters": {"maximum": NUMBER}}'.replace("NUMBER", number)
     body = f'{{"input": "a", "tools": [{tool}]}}'
     answer = httpx.post(f"{deepseek.gateway.url}/v1/responses", content=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools.0.parameters")
 
 
-def test_a_prompt_that_is_too_long_keeps_its_end_if_asked(deepseek: Service) -> None:
+def test_a_prompt_that_is_too_long_keeps_its_end_if_asked(deepseek: World) -> None:
     deepseek.says("ok")
     long = "x" * (1 << 15)
     assert post(deepseek, input=long).status_code == 400
     answer = post(deepseek, input=long, truncation="auto", max_output_tokens=1)
     assert answer.status_code == 200, answer.text
     assert len(deepseek.decode.generated[-1].prompt_ids) == (1 << 15) - 1
-
-
-def test_an_error_before_the_first_token_has_a_status(deepseek: Service) -> None:
-    deepseek.decode.reset()
-    deepseek.decode.reject = "queue_full"
-    with pytest.raises(openai.APIStatusError) as error:
-        ask(deepseek, stream=True)
-    assert error.value.status_code in (429, 503)
-    deepseek.decode.reset()

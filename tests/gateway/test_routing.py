@@ -8,7 +8,7 @@ import pytest
 
 from base.block_hashes import BlockHashes, block_hashes
 from control.cache_reports import CacheReports
-from tests.gateway.fakes import MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until
+from tests.gateway.world import MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until
 
 StartDecode = Callable[..., FakeDecodeNode]
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from cli.serve import free_port
-from tests.gateway.fakes import wait_until
+from tests.gateway.world import wait_until
 
 SECRET = "sk-secret-0123456789abcdef"
 ROOT = Path(__file__).parents[2]
@@ -102,19 +102,9 @@ def test_a_key_on_the_command_line_is_hidden_once_the_process_runs(
 
 
 def test_a_start_that_fails_does_not_show_the_key() -> None:
+    flags = ["--model-path", "/nonexistent", "--port", "0", "--control-port", "0"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "cli.main",
-            "gateway",
-            "--model-path",
-            "/nonexistent",
-            "--port",
-            "0",
-            "--control-port",
-            "0",
-        ],
+        [sys.executable, "-m", "cli.main", "gateway", *flags],
         cwd=ROOT,
         env={**os.environ, "HISPARSE_PD_API_KEY": f"{SECRET} bad\u00e9key"},
         capture_output=True,

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -15,17 +16,25 @@ from base.errors import StartupError
 from gateway.config import GatewayConfig
 from gateway.process import Gateway
 from gateway.tokenizer import CheckpointTokenizer
-from tests.gateway.fakes import EOS, RunningGateway, write_checkpoint
+from tests.gateway.world import EOS, RunningGateway, write_checkpoint
 
 
-def test_missing_directory(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match="no such directory"):
-        Gateway(GatewayConfig(model_path=tmp_path / "nowhere", port=0, control_port=0))
-
-
-def test_missing_config(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match=r"no config\.json"):
-        Gateway(GatewayConfig(model_path=tmp_path, port=0, control_port=0))
+@pytest.mark.parametrize(
+    ("complaint", "template", "flags"),
+    [
+        ("no such directory", None, {"model_path": Path("nowhere")}),
+        (r"no config\.json", None, {"model_path": Path(__file__).parent}),
+        ("expected 2 to 512", None, {"context_length": 513}),
+        ("--tool-call-parser glm47: expected the tool call parser deepseek_v32", None, {"tool_call_parser": "glm47"}),
+        (r"--chat-template .*none\.jinja: .*No such file", "", {"chat_template": Path("none.jinja")}),
+    ],
+)
+def test_flags_that_cannot_be_served_stop_the_start(
+    tmp_path: Path, complaint: str, template: str | None, flags: dict[str, Any]
+) -> None:
+    checkpoint = write_checkpoint(tmp_path, chat_template=template)
+    with pytest.raises(StartupError, match=complaint):
+        Gateway(GatewayConfig(**{"model_path": checkpoint, "port": 0, "control_port": 0, **flags}))
 
 
 @pytest.mark.parametrize("damage", [None, "{", "{}"])
@@ -57,17 +66,6 @@ def test_a_model_without_a_chat_template_has_completions_only(tmp_path: Path) ->
         gateway.stop()
 
 
-def test_a_tool_call_parser_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path, chat_template=None)
-    with pytest.raises(StartupError, match="--tool-call-parser glm47: expected the tool call parser deepseek_v32"):
-        Gateway(GatewayConfig(model_path=checkpoint, port=0, control_port=0, tool_call_parser="glm47"))
-
-
-def test_a_chat_template_that_is_not_there_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match=r"--chat-template .*none\.jinja: .*No such file"):
-        Gateway(GatewayConfig(model_path=checkpoint, port=0, control_port=0, chat_template=tmp_path / "none.jinja"))
-
-
 def test_stop_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
     assert CheckpointTokenizer(str(directory)).stop_token_ids == (EOS,)
@@ -78,7 +76,7 @@ def test_stop_tokens_come_from_the_generation_config_first(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("named", ["LlamaTokenizerFast", "PreTrainedTokenizer", "PreTrainedTokenizerFast"])
-def test_the_tokenizer_is_that_of_the_file_whatever_class_the_checkpoint_names(tmp_path: Path, named: str) -> None:
+def test_the_tokenizer_is_that_of_the_file_whatever_class_is_named(tmp_path: Path, named: str) -> None:
     """Published checkpoints name several, for which transformers' own choice comes to the same."""
     directory = write_checkpoint(tmp_path)
     config = directory / "tokenizer_config.json"
@@ -106,11 +104,6 @@ def test_token_ids_that_the_tokenizer_lacks_are_no_text(checkpoint: Path) -> Non
     tokenizer = CheckpointTokenizer(str(checkpoint))
     assert tokenizer.decode([104, 99999, 105]) == "hi"
     assert tokenizer.piece(99999) == ""
-
-
-def test_context_beyond_the_checkpoint(checkpoint: Path) -> None:
-    with pytest.raises(StartupError, match="expected 2 to 512"):
-        Gateway(GatewayConfig(model_path=checkpoint, port=0, control_port=0, context_length=513))
 
 
 def test_ports_in_use(checkpoint: Path) -> None:

@@ -7,8 +7,7 @@ import httpx
 import pytest
 
 from control.grammar import JSON_OBJECT, Grammar, JsonSchema, Lark, Node, Regex, TextChoice
-from tests.gateway.fakes import FakeDecodeNode
-from tests.gateway.scripted import QUESTION, WEATHER, Service
+from tests.gateway.world import QUESTION, WEATHER, FakeDecodeNode, World
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FORMS: list[tuple[dict[str, Any], Node]] = [
@@ -41,7 +40,7 @@ def test_text_is_free_by_default(http: httpx.Client, decode: FakeDecodeNode) -> 
     assert decode.generated[0].grammar is None
 
 
-def test_behind_reasoning_the_structure_begins(glm: Service) -> None:
+def test_behind_reasoning_the_structure_begins(glm: World) -> None:
     glm.says("well</think>{}")
     glm.chat(QUESTION, response_format={"type": "json_object"})
     assert glm.decode.generated[0].grammar == Grammar(root=JSON_OBJECT, after="</think>")
@@ -51,7 +50,7 @@ def test_behind_reasoning_the_structure_begins(glm: Service) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_a_call_that_is_required_is_a_grammar(deepseek: Service, choice: Any) -> None:
+def test_a_call_that_is_required_is_a_grammar(deepseek: World, choice: Any) -> None:
     other = {"type": "function", "function": {"name": "clock"}}
     deepseek.says("anything")
     deepseek.chat(QUESTION, tools=[WEATHER, other], tool_choice=choice)

@@ -13,8 +13,7 @@ from base.errors import StartupError
 from cli.serve import is_ready
 from gateway.config import GatewayConfig
 from gateway.process import Gateway
-from service import watched
-from tests.gateway.fakes import MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until
+from tests.gateway.world import MODEL, RunningGateway, World, wait_until
 
 Start = Callable[..., RunningGateway]
 
@@ -48,30 +47,23 @@ def files(tmp_path: Path) -> Files:
     return Files(tmp_path)
 
 
-def test_the_official_client_over_https(start_gateway: Start, files: Files) -> None:
-    gateway = start_gateway(**files.options, api_keys=("sk-one",))
-    prefill = FakeNode(gateway.control_address, "prefill").start()
-    decode = FakeDecodeNode(gateway.control_address)
-    decode.start()
-    try:
-        wait_until(lambda: is_ready(gateway.url, files.cert))
-        with (
-            httpx.Client(verify=files.trust()) as transport,
-            openai.OpenAI(
-                base_url=f"{gateway.url}/v1", api_key="sk-one", max_retries=0, http_client=transport
-            ) as client,
-        ):
-            chunks = client.completions.create(model=MODEL, prompt="abc", max_tokens=6, stream=True)
-            assert "".join(chunk.choices[0].text for chunk in chunks) == "abcabc"
+def test_the_official_client_over_https(start_world: Callable[..., World], files: Files) -> None:
+    world = start_world(**files.options, api_keys=("sk-one",))
+    wait_until(lambda: is_ready(world.gateway.url, files.cert))
+    with (
+        httpx.Client(verify=files.trust()) as transport,
+        openai.OpenAI(
+            base_url=f"{world.gateway.url}/v1", api_key="sk-one", max_retries=0, http_client=transport
+        ) as client,
+    ):
+        chunks = client.completions.create(model=MODEL, prompt="abc", max_tokens=6, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == "abcabc"
 
-            decode.hold_after = 2
-            stream = client.completions.create(model=MODEL, prompt="abc", max_tokens=6, stream=True)
-            next(stream)
-            stream.close()
-            wait_until(lambda: len(decode.cancelled) == 1)
-    finally:
-        prefill.die()
-        decode.die()
+        world.decode.hold_after = 2
+        stream = client.completions.create(model=MODEL, prompt="abc", max_tokens=6, stream=True)
+        next(stream)
+        stream.close()
+        wait_until(lambda: len(world.decode.cancelled) == 1)
 
 
 def test_clients_that_do_not_trust_it_and_old_protocols_are_turned_away(start_gateway: Start, files: Files) -> None:
@@ -93,26 +85,17 @@ def test_clients_that_do_not_trust_it_and_old_protocols_are_turned_away(start_ga
     )
 
 
-def test_the_ready_check_trusts_the_very_certificate_and_no_other(start_gateway: Start, files: Files) -> None:
-    gateway = start_gateway(**files.options)
-    assert httpx.get(f"{gateway.url}/ready", verify=files.trust()).status_code == 503
-    prefill = FakeNode(gateway.control_address, "prefill").start()
-    decode = FakeDecodeNode(gateway.control_address)
-    decode.start()
-    try:
-        wait_until(lambda: is_ready(gateway.url, files.cert))
-        files.renew()
-        assert not is_ready(gateway.url, files.cert)
-        assert not is_ready(gateway.url)
-    finally:
-        prefill.die()
-        decode.die()
-
-
-def test_a_renewed_certificate_is_used_without_a_restart(
-    start_gateway: Start, files: Files, monkeypatch: pytest.MonkeyPatch
+def test_the_ready_check_trusts_the_very_certificate_and_no_other(
+    start_world: Callable[..., World], files: Files
 ) -> None:
-    monkeypatch.setattr(watched, "_LOOK_EVERY_S", 0.0)
+    url = start_world(**files.options).gateway.url
+    wait_until(lambda: is_ready(url, files.cert))
+    files.renew()
+    assert not is_ready(url, files.cert)
+    assert not is_ready(url)
+
+
+def test_a_renewed_certificate_is_used_without_a_restart(start_gateway: Start, files: Files, look_often: None) -> None:
     gateway = start_gateway(**files.options)
     before = files.trust()
     with httpx.Client(verify=before) as connected:
@@ -126,9 +109,8 @@ def test_a_renewed_certificate_is_used_without_a_restart(
 
 
 def test_a_half_replaced_certificate_leaves_the_old_one_in_force(
-    start_gateway: Start, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_gateway: Start, files: Files, look_often: None
 ) -> None:
-    monkeypatch.setattr(watched, "_LOOK_EVERY_S", 0.0)
     gateway = start_gateway(**files.options)
     before, old_key = files.trust(), files.key.read_bytes()
     files.renew()

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gateway.fakes import BOS, CONTEXT, MODEL, RunningGateway
+from tests.gateway.world import BOS, CONTEXT, MODEL, RunningGateway
 
 
 def test_a_text_becomes_tokens_and_text_again(http: httpx.Client) -> None:

@@ -3,17 +3,20 @@
 Also runs on CPUs, with gloo: `python -m tests.gpu.ranks_program CHECKPOINT DTYPE cpu`.
 """
 
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
 
+from cli.serve import die_with_parent
 from kernels.operands import RmsNorm
 from model.feed_forward import MixtureOfExperts
 from model.loader import DTYPES, load_model
 from ranks.group import RankGroup
-from ranks.place import RankPlace
+from ranks.place import RankPlace, create_places
 from service.start import use_device
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -69,6 +72,27 @@ def check(group: RankGroup, whole: MixtureOfExperts, part: MixtureOfExperts, nor
             for result in results:
                 error = float((result.double() - expected).norm() / expected.norm())
                 assert error < TOLERANCE[dtype], f"{count} tokens, rank {group.rank}, seed {seed}: {error}"
+
+
+def run_ranks(size: int, checkpoint: Path, dtype: str, device: str) -> None:
+    """Run the program as the ranks of a group, each a process of its own. Raises AssertionError with what they said."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu.ranks_program", str(checkpoint), dtype, device],
+            env={**os.environ, **place.variables()},
+            pass_fds=place.descriptors,
+            preexec_fn=die_with_parent,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for place in create_places(size)
+    ]
+    try:
+        said = [rank.communicate(timeout=180)[1][-3000:] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(said)
 
 
 if __name__ == "__main__":

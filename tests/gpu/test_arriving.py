@@ -16,9 +16,8 @@ from model.passes import PrefillChunk
 from model.tiny import write_tiny_checkpoint
 from prefill_node.arrival import AwaitedPrefixes, PrefixArrival
 from prefill_node.fetch import Fetch, RunningFetch
-from prefill_node.landing import DeviceSink, KVSink
 from prefill_node.orders import BlockToRead, TransferReport
-from prefill_node.ring import SendRings
+from prefill_node.pool_io import DeviceSink, KVSink, SendRings
 from tests.identity import IDENTITY
 from tests.prefill_node.fakes import ME
 from tests.prefill_node.sending import LateChannel, LateCopy

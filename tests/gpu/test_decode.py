@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from control.messages import Sampling
 from engine.graphs import batch_ladder, context_ladder
 from engine.runner import LaunchedStep
-from hisparse.verify import SwapInMismatchError
+from hisparse.step import SwapInMismatchError
 from model.families import FamilyName
 from model.loader import choose_backend, load_model, read_spec
 from model.tiny import write_tiny_checkpoint

@@ -9,9 +9,8 @@ from kvcache.layout import buffer_info
 from kvcache.paged_pool import PagedKVPool
 from prefill_node.arrival import PrefixArrival
 from prefill_node.fetch import Fetch, RunningFetch
-from prefill_node.landing import DeviceSink
 from prefill_node.orders import BlockToRead, TransferReport
-from prefill_node.ring import SendRings
+from prefill_node.pool_io import DeviceSink, SendRings
 from tests.identity import IDENTITY
 from tests.prefill_node.fakes import LAYOUT, ME
 from tests.prefill_node.sending import LateChannel

@@ -19,7 +19,7 @@ TOP = 5
 def computed(checkpoint: Path, device: torch.device, dtype: torch.dtype) -> PromptLogprobTable:
     """Of the whole prompt, computed beside one that asks for none."""
     model = load_model(checkpoint, dtype, device)
-    prefill: ChunkedPrefill[PrefillJob] = ChunkedPrefill(model, PagedKVPool(model.spec.kv_layout, 64, 16, device), 128)
+    prefill: ChunkedPrefill[PrefillJob] = ChunkedPrefill(PagedKVPool(model.spec.kv_layout, 64, 16, device), 128)
     other = PrefillJob(torch.tensor(PROMPT[:50]))
     job = PrefillJob(torch.tensor(PROMPT[:-1]), prompt_logprobs=TOP, last_token=PROMPT[-1])
     prefill.add(other)
@@ -27,7 +27,7 @@ def computed(checkpoint: Path, device: torch.device, dtype: torch.dtype) -> Prom
     prefill.start_waiting()
     table = PromptLogprobTable(len(PROMPT), TOP)
     while (step := prefill.plan()) is not None:
-        for asked, queued in prefill.compute(step).items():
+        for asked, queued in step.compute(model).items():
             assert asked is job
             table.add(queued.wait())
         prefill.complete(step)

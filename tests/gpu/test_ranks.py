@@ -1,24 +1,20 @@
 """Ranks on GPUs of their own, connected by NCCL, inside recorded steps."""
 
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from cli.serve import die_with_parent
 from kernels.operands import BlockFp8
 from model.tiny import write_tiny_checkpoint
-from ranks.place import create_places
 from tests.e2e.cluster import HOT_BUFFER, Cluster, wait_until
 from tests.e2e.conftest import FAMILIES, Reference, checkpoints, references, start_cluster
 from tests.e2e.test_group_fetch import assert_fetched_in_parts
-from tests.e2e.test_prefill_ranks import CHUNK, assert_exact, wait_ready
+from tests.e2e.test_prefill_ranks import CHUNK, assert_rounds
 from tests.e2e.test_ranks import ROUNDS, assert_ranks_exact
+from tests.gpu.ranks_program import run_ranks
 
 __all__ = ["checkpoints", "references", "start_cluster"]
 
@@ -35,25 +31,7 @@ def device() -> str:
 def test_layers_whose_experts_are_divided_compute_what_whole_ones_do(tmp_path: Path, stored: str) -> None:
     path = tmp_path / "tiny"
     write_tiny_checkpoint(path, "deepseek_v32", seed=3, hidden_size=256, fp8=BlockFp8() if stored == "fp8" else None)
-    dtype = "float32" if stored == "float32" else "bfloat16"
-    places = create_places(2)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.ranks_program", str(path), dtype, "cuda"],
-            env={**os.environ, **place.variables()},
-            pass_fds=place.descriptors,
-            preexec_fn=die_with_parent,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for place in places
-    ]
-    try:
-        said = [rank.communicate(timeout=180)[1][-3000:] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    run_ranks(2, path, "float32" if stored == "float32" else "bfloat16", "cuda")
 
 
 @needs_two
@@ -85,8 +63,8 @@ def test_the_tokens_behind_a_prefill_node_of_two_ranks_equal_transformers(
     flags = {"device": "cuda", "mem_fraction_static": 0.1}
     prefill = cluster.prefill(ranks=2, chunked_prefill_size=CHUNK, transfer_checksum="full", **flags)
     cluster.decode(hisparse_config=HOT_BUFFER, **flags)
-    wait_ready(cluster)
-    assert_exact(cluster.url, references[family])
+    cluster.wait_ready(timeout=120, decode=1, prefill=1)
+    assert_rounds(cluster.url, references[family])
     wait_until(lambda: not prefill.metric("prefill_pages", state="used"))
     prefill.signal(signal.SIGTERM)
     assert prefill.process.wait(timeout=60) == 0

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from prefill_node.compute import ForwardProgress
 from prefill_node.plan import ChunkPlan
-from prefill_node.progress import ForwardProgress
-from prefill_node.ring import BUFFER_BYTES, SendBuffer
-from prefill_node.source import DeviceSource, HostSource
+from prefill_node.pool_io import BUFFER_BYTES, DeviceSource, HostSource, SendBuffer
 from tests.prefill_node.sending import NUM_PAGES, PAGE_SIZE, Sending, at_slots, wait_until
 from transfer.checksum import verify
 from transfer.choices import Transport

@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from benchmarks.demo.__main__ import HOT_BUFFER
+from model.shard import NO_EXCHANGE
 from tests.e2e.cluster import Cluster
 from tests.e2e.conftest import FAMILIES, Reference, checkpoints, references, start_cluster
 from tests.e2e.test_aborts import test_two_hundred_requests_a_third_of_them_aborted
-from tests.e2e.test_parity import NO_EXCHANGE, TOGETHER, assert_exact, test_greedy_tokens_equal_transformers
+from tests.e2e.test_parity import TOGETHER, assert_exact, test_greedy_tokens_equal_transformers
 from tests.e2e.test_paths import (
     test_a_node_that_prefills_for_itself_says_the_same,
     test_requests_that_were_retracted_say_the_same,
 )
-from tests.e2e.test_prefixes import test_tokens_are_the_same_whatever_was_cached_and_only_what_lacked_was_sent
+from tests.e2e.test_prefixes import test_tokens_are_the_same_and_only_what_lacked_was_sent
 
 __all__ = [
     "checkpoints",
@@ -25,7 +26,7 @@ __all__ = [
     "test_a_node_that_prefills_for_itself_says_the_same",
     "test_greedy_tokens_equal_transformers",
     "test_requests_that_were_retracted_say_the_same",
-    "test_tokens_are_the_same_whatever_was_cached_and_only_what_lacked_was_sent",
+    "test_tokens_are_the_same_and_only_what_lacked_was_sent",
     "test_two_hundred_requests_a_third_of_them_aborted",
 ]
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hisparse.cuda_copy_stream import CudaCopyStream
+from hisparse.staging import CudaCopyStream
+from hisparse.step import SwapInMismatchError
 from hisparse.swap_in import StagedKV
-from hisparse.verify import SwapInMismatchError
 from kernels.swap_in import default_block_size
 from kvcache.extents import HostSlots
 from kvcache.host_pool import HostKVPool
@@ -73,7 +73,7 @@ def busy_tiers() -> Iterator[Tiers]:
         t.coordinator.step_over(decode_one(t, "r", seed=3))
         slots = stage(t, "warm", 1, torch.arange(9, device=CUDA).clone())
         torch.cuda.synchronize()
-        assert t.coordinator.poll_staging().landed == ["warm"]
+        assert t.coordinator.staging.poll().landed == ["warm"]
         t.host.release(slots)
         t.coordinator.counters()
         torch.cuda._sleep(_LONG)
@@ -109,9 +109,9 @@ def test_an_illegal_address_from_a_stream_that_did_not_wait_for_another() -> Non
         rows.copy_(valid)
         slots = stage(t, "s", 5, rows)
         assert is_busy(), "staging waits on the device, not here"
-        assert t.coordinator.poll_staging().landed == []
+        assert t.coordinator.staging.poll().landed == []
         torch.cuda.synchronize()
-        assert t.coordinator.poll_staging().landed == ["s"]
+        assert t.coordinator.staging.poll().landed == ["s"]
         check_staged(t, slots, 5)
         assert t.coordinator.admit_request_direct("s", slots, 9)
         t.coordinator.request_finished("s")
@@ -122,7 +122,7 @@ def test_a_second_prompt_is_staged_without_waiting_for_the_first() -> None:
         all_slots = [stage(t, f"s{seed}", seed, torch.arange(9, device=CUDA)) for seed in (1, 2)]
         assert is_busy()
         torch.cuda.synchronize()
-        assert t.coordinator.poll_staging().landed == ["s1", "s2"]
+        assert t.coordinator.staging.poll().landed == ["s1", "s2"]
         for seed, slots in zip((1, 2), all_slots, strict=True):
             check_staged(t, slots, seed)
 

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 from control.messages import Sampling
-from engine.batch import Batch
-from engine.runner import LaunchedStep, ModelRunner
+from engine.runner import Batch, LaunchedStep, ModelRunner
 from hisparse.config import HiSparseConfig
 from hisparse.sizing import plan_sizes
 from hisparse.swap_in import StagedKV
@@ -86,7 +85,7 @@ class TieredSession:
             staged = StagedKV(list(pool.kv), list(pool.index_keys), cache.rows(0, length), lambda: None)
             self.coordinator.admit_request_into_staging(request_id, slots, staged, length)
             torch.cuda.synchronize()
-            assert self.coordinator.poll_staging().landed == [request_id]
+            assert self.coordinator.staging.poll().landed == [request_id]
         assert self.coordinator.admit_request_direct(request_id, slots, length)
 
 

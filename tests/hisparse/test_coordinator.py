@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from hisparse.coordinator import LifecycleError, Tier
-from hisparse.step import StepError
+from hisparse.step import StepError, SwapInMismatchError
 from hisparse.swap_in import SwapInCounters
-from hisparse.verify import SwapInMismatchError
 from kvcache.extents import HostSlots
 from tests.hisparse.tiers_harness import CONTEXT, HOT, LAYOUT, Tiers, item, items, tiers
 

@@ -32,9 +32,9 @@ def test_a_staged_request_decodes_after_its_copy() -> None:
         assert slots is not None
         t.coordinator.admit_request_into_staging("r", slots, pages.staged, 9)
         settle(t)
-        assert t.coordinator.poll_staging().landed == ["r"]
+        assert t.coordinator.staging.poll().landed == ["r"]
         assert pages.released == 1
-        assert t.coordinator.poll_staging().landed == []
+        assert t.coordinator.staging.poll().landed == []
         t.check_host_copy(slots, 4, 9)
         t.seeds["r"], t.tokens["r"] = 4, 9
         assert t.coordinator.admit_request_direct("r", slots, 9)
@@ -50,11 +50,11 @@ def test_staging_does_not_hold_up_the_step_loop() -> None:
         pages = stage(t, "staged", seed=1)
         assert t.admit("running", seed=2, num_tokens=9)
         t.step(["running"], random.Random(0))
-        assert t.coordinator.poll_staging().landed == []
+        assert t.coordinator.staging.poll().landed == []
         assert pages.released == 0
         gate.set()
         settle(t)
-        assert t.coordinator.poll_staging().landed == ["staged"]
+        assert t.coordinator.staging.poll().landed == ["staged"]
 
 
 def test_a_request_aborted_while_its_copy_runs_is_freed_once_and_only_after_the_copy() -> None:
@@ -62,16 +62,16 @@ def test_a_request_aborted_while_its_copy_runs_is_freed_once_and_only_after_the_
         gate = threading.Event()
         t.stream.submit(lambda: gate.wait() and None)
         pages = stage(t, "r", seed=1)
-        assert t.coordinator.abort_staging_request("r")
-        assert not t.coordinator.abort_staging_request("r"), "a second abort has nothing to do"
-        assert t.coordinator.poll_staging().landed == []
+        assert t.coordinator.staging.abort("r")
+        assert not t.coordinator.staging.abort("r"), "a second abort has nothing to do"
+        assert t.coordinator.staging.poll().landed == []
         assert (pages.released, t.host.used) == (0, 9), "the copy may still touch them"
-        assert t.coordinator.num_staging == 1
+        assert len(t.coordinator.staging) == 1
         assert not t.coordinator.is_idle()
         again = stage(t, "r", seed=2)
         gate.set()
         settle(t)
-        assert t.coordinator.poll_staging().landed == ["r"]
+        assert t.coordinator.staging.poll().landed == ["r"]
         assert (pages.released, again.released, t.host.used) == (1, 1, 9)
 
 
@@ -79,9 +79,9 @@ def test_a_request_aborted_after_its_copy_is_freed_at_once() -> None:
     with tiers() as t:
         pages = stage(t, "r", seed=1)
         settle(t)
-        assert t.coordinator.abort_staging_request("r")
+        assert t.coordinator.staging.abort("r")
         assert (pages.released, t.host.used) == (1, 0)
-        assert t.coordinator.poll_staging().landed == []
+        assert t.coordinator.staging.poll().landed == []
         assert pages.released == 1
         assert t.coordinator.is_idle()
 
@@ -107,7 +107,7 @@ def test_a_copy_that_fails_is_reported_and_leaks_nothing() -> None:
             assert slots is not None
             t.coordinator.admit_request_into_staging(request_id, slots, pages.staged, 9)
         settle(t)
-        staged = t.coordinator.poll_staging()
+        staged = t.coordinator.staging.poll()
         assert staged.landed == ["good"]
         assert [type(error) for error in staged.failed.values()] == [IndexError]
         assert (broken.released, good.released, t.host.used) == (1, 1, 9)
@@ -127,7 +127,7 @@ def test_after_any_walk_in_staging_nothing_is_left_and_nothing_was_freed_twice(s
                 names[f"r{turn}"] = turn
             elif action == "abort" and names:
                 name = rng.choice(list(names))
-                assert t.coordinator.abort_staging_request(name)
+                assert t.coordinator.staging.abort(name)
                 del names[name]
             elif action == "poll":
                 collect(t, names)
@@ -147,7 +147,7 @@ def test_after_any_walk_in_staging_nothing_is_left_and_nothing_was_freed_twice(s
 
 def collect(t: Tiers, names: dict[str, int]) -> None:
     """Check what was staged and give its host slots back."""
-    for request_id in t.coordinator.poll_staging().landed:
+    for request_id in t.coordinator.staging.poll().landed:
         slots = t.staged_slots.pop(request_id)
         t.check_host_copy(slots, names.pop(request_id), 9)
         t.host.release(slots)

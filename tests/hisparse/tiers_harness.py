@@ -9,9 +9,9 @@ import torch
 
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator, StepPlaces
-from hisparse.copy_stream import CopyStream
 from hisparse.device_pool import DeviceKVPool
 from hisparse.sizing import Sizes
+from hisparse.staging import CopyStream
 from hisparse.step import DecodeStep
 from hisparse.swap_in import StagedKV
 from hisparse.tiers import build_tiers

@@ -18,8 +18,8 @@ from hisparse.config import HiSparseConfig
 from hisparse.device_pool import DeviceKVPool
 from hisparse.sizing import plan_sizes
 from hisparse.tiers import build_tiers
+from kvcache import host_memory as memory_module
 from kvcache import host_pool as host_pool_module
-from kvcache import populate as populate_module
 from kvcache.host_memory import HostMemory
 from kvcache.host_pool import HostKVPool
 from kvcache.layout import KVLayout
@@ -90,14 +90,14 @@ def test_memory_that_is_not_shared_may_have_large_pages() -> None:
 def test_threads_that_take_memory_stay_on_the_processors_given(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = min(os.sched_getaffinity(0))
     seen = []
-    piece = populate_module._populate
+    piece = memory_module._populate
 
     def noting(address: int, length: int) -> int:
         seen.append(os.sched_getaffinity(0))
         return piece(address, length)
 
-    monkeypatch.setattr(populate_module, "_populate", noting)
-    monkeypatch.setattr(populate_module, "_PIECE", 1 << 20)
+    monkeypatch.setattr(memory_module, "_populate", noting)
+    monkeypatch.setattr(memory_module, "_PIECE", 1 << 20)
     mine = os.sched_getaffinity(0)
     HostMemory(5 << 20, shareable=True, cpus={cpu})
     assert seen == [{cpu}] * 5

@@ -11,12 +11,10 @@ import numpy as np
 import torch
 
 from control.messages import AttemptId, Destination, Peer
+from prefill_node.compute import ForwardProgress
 from prefill_node.orders import BlockToSend, TransferReport
-from prefill_node.outgoing import Chunk
-from prefill_node.progress import ForwardProgress
-from prefill_node.ring import SendRings
-from prefill_node.sender import Sender, SendResources
-from prefill_node.source import DeviceSource, HostSource, Reading
+from prefill_node.pool_io import DeviceSource, HostSource, Reading, SendRings
+from prefill_node.sender import Chunk, Sender
 from tests.identity import IDENTITY
 from transfer.choices import ChecksumMode, Transport
 from transfer.copy_runs import copy_runs
@@ -109,13 +107,8 @@ class Sending:
         self.connecting_is_broken = False
         self.registering_is_broken = False
         self.reading = Reading(source, LAYER_OF_BUFFER, PAGE_SIZE, checksums)
-        self.resources = SendResources(
-            reading=self.reading,
-            rings=SendRings(pin=device.type == "cuda", register=self._register),
-            connect=self._connect,
-            silence=lambda decode: self.silence,
-        )
-        self.sender = Sender(self.resources)
+        rings = SendRings(pin=device.type == "cuda", register=self._register)
+        self.sender = Sender(self.reading, rings, self._connect, lambda _: self.silence)
         self._numbers = count(1)
 
     def destination(self) -> Destination:

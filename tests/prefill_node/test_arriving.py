@@ -56,11 +56,10 @@ class Arriving(Fetching):
         self.fetches.compute_cost = ComputeCost(chunk_size=32)
         self.fetches.compute_cost.observe([(0, 32)], seconds)
 
-    def ask_and_grant(self, spoilt_layer: int | None = None) -> AttemptId:
+    def ask_and_spoil(self, layer: int) -> AttemptId:
         attempt, asked = self.ask_fetching()
         grant = self.grant(asked)
-        if spoilt_layer is not None:
-            self.slots.layers[spoilt_layer][grant.extents[-1][0]] += 1
+        self.slots.layers[layer][grant.extents[-1][0]] += 1
         self.planner.fetch_answered(grant)
         return attempt
 
@@ -120,7 +119,7 @@ def test_a_layer_that_does_not_come_makes_the_pass_void_and_the_prompt_is_comput
 ) -> None:
     if failure == "read":
         node.reads.outcomes = [*[Outcome.LANDED] * LAYER_0, Outcome.FAILED]
-    attempt = node.ask_and_grant(spoilt_layer)
+    attempt = node.ask_and_grant() if spoilt_layer is None else node.ask_and_spoil(spoilt_layer)
     node.until_in_a_pass()
     node.gated.gate.set()
     node.until(FetchDone, attempt)
@@ -223,25 +222,10 @@ def arrival() -> PrefixArrival:
     return PrefixArrival((0, 1, 2, 3, 0, 2))
 
 
-def test_the_buffers_of_a_layer_are_read_together() -> None:
-    assert arrival().buffers_in_order == [0, 4, 1, 2, 5, 3]
-    assert arrival().num_layers == 4
-
-
 def ended_in_time(coming: PrefixArrival) -> bool:
     found: list[bool] = []
     coming.end(found.append)
     return found == [True]
-
-
-def test_the_last_layer_counts_when_the_fetch_has_ended() -> None:
-    coming = arrival()
-    coming.begin()
-    coming.set_layers_ready(4)
-    assert [coming.wait(layer, 0) for layer in (0, 1, 2)] == [True] * 3
-    assert ended_in_time(coming)
-    coming.give_up()
-    assert coming.wait(3, 0)
 
 
 def test_what_was_given_up_stays_given_up() -> None:

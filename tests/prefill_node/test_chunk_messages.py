@@ -39,10 +39,7 @@ def test_the_checksums_of_a_chunk_are_told_when_it_has_landed_and_those_of_the_l
 
 
 def test_a_chunk_that_lands_after_the_last_is_told_by_itself_too() -> None:
-    h = World()
-    h.receive(request())
-    h.compute()
-    h.compute()
+    h = World.sending()
     h.writes.reverse()
     h.sent(checksums=True)
     assert not h.control.repeated
@@ -85,7 +82,7 @@ def test_log_probabilities_are_told_once_by_the_first_message_after_they_were_co
     assert isinstance(done, PrefillDone)
     table = PromptLogprobTable(15, 2)
     for piece in (*last.prompt_logprobs, *done.prompt_logprobs):
-        assert table.problem(piece) is None
+        assert table.rejection_reason(piece) is None
         table.add(piece)
     assert table.complete
     assert table.floats[:, 0].tolist() == [-position for position in range(1, 15)]
@@ -115,25 +112,18 @@ def test_more_log_probabilities_than_a_message_should_have_are_refused() -> None
 
 
 def test_without_checksums_no_chunk_is_told_of() -> None:
-    h = World()
-    h.receive(request())
-    h.compute()
-    h.compute()
+    h = World.sending()
     h.sent()
     assert not h.control.repeated
     h.sent()
-    [(_, done)] = h.control.repeated.values()
-    assert isinstance(done, PrefillDone)
+    done = h.only(PrefillDone)
     assert (done.chunks, len(done.checksums)) == (0, 0)
 
 
 @pytest.mark.parametrize("end", ["admitted", "aborted", "failed"])
 def test_an_entry_that_ends_says_nothing_of_its_chunks_any_more(end: str) -> None:
     """The decode node need not have answered: all of it was in vain, or has arrived."""
-    h = World()
-    h.receive(request())
-    h.compute()
-    h.compute()
+    h = World.sending()
     h.sent(checksums=True)
     assert len(h.control.repeated) == 1
     match end:
@@ -151,10 +141,7 @@ def test_an_entry_that_ends_says_nothing_of_its_chunks_any_more(end: str) -> Non
 
 
 def test_a_chunk_that_lands_after_an_abort_is_not_told_of() -> None:
-    h = World()
-    h.receive(request())
-    h.compute()
-    h.compute()
+    h = World.sending()
     h.receive(Abort(attempt=R))
     h.sent(checksums=True)
     assert not h.control.repeated

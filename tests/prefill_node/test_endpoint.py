@@ -26,17 +26,17 @@ from control.messages import (
     Quiesced,
 )
 from prefill_node.attempt import HeldState
+from prefill_node.lanes import DecodeNodes
+from prefill_node.offer import Offer
 from prefill_node.planner import MAX_DECODE_NODES
 from tests.identity import IDENTITY
+from tests.prefill_node.fakes import FakeControl
 from tests.prefill_node.world import BUFFERS, DECODE, TCP, R, World, request
 from transfer.memory import BufferInfo, Checksums, Session
 
 
 def test_done_is_said_after_the_last_write_and_repeated_until_admitted() -> None:
-    h = World()
-    h.receive(request())
-    h.compute()
-    h.compute()
+    h = World.sending()
     h.sent()
     assert not h.control.repeated
     h.sent()
@@ -60,10 +60,7 @@ def test_a_repeated_request_is_answered_and_computed_once() -> None:
 
 def test_quiesced_is_said_only_when_no_write_is_in_flight() -> None:
     """sglang PRs 24580, 31357: a late write after an abort corrupted another request."""
-    h = World()
-    h.receive(request())
-    h.compute()
-    h.compute()
+    h = World.sending()
     h.receive(Abort(attempt=R))
     assert all(map(h.is_cancelled, h.writes))
     assert h.control.take(Quiesced) == []
@@ -132,8 +129,7 @@ def test_done_is_said_also_when_the_last_write_ends_before_the_pass_does() -> No
     h.sent()
     assert not h.control.repeated
     h.finish()
-    [(_, done)] = h.control.repeated.values()
-    assert isinstance(done, PrefillDone)
+    h.only(PrefillDone)
 
 
 def test_a_transfer_that_takes_too_long_is_given_up() -> None:
@@ -144,8 +140,7 @@ def test_a_transfer_that_takes_too_long_is_given_up() -> None:
     h.housekeep(now + 29)
     assert not h.control.repeated
     h.housekeep(now + 31)
-    [(_, failed)] = h.control.repeated.values()
-    assert isinstance(failed, PrefillFailed)
+    failed = h.only(PrefillFailed)
     assert failed.in_flight
     assert "transfer took longer than 30 s" in failed.reason
     h.receive(Abort(attempt=R))
@@ -324,14 +319,10 @@ def test_an_abort_that_comes_twice_before_the_first_is_answered_ends_nothing_els
 
 def test_transfer_seconds_are_those_in_which_something_was_being_written() -> None:
     """Chunks overlap, and wait for layers and for leave to write."""
-    h = World()
-    h.receive(request())
-    h.compute()
-    h.compute()
+    h = World.sending()
     h.sent(posted_at=100.0, ended_at=110.0, waited=2.0)
     h.sent(posted_at=109.0, ended_at=115.0, waited=1.0)
-    [(_, done)] = h.control.repeated.values()
-    assert isinstance(done, PrefillDone)
+    done = h.only(PrefillDone)
     assert done.transfer_seconds == 8.0 + 4.0
 
 
@@ -389,3 +380,34 @@ def test_a_node_asks_for_a_prefix_until_it_is_answered_or_does_not_want_it(answe
         h.receive(answer)
     assert ("fetch", R) not in h.control.repeated
     assert answers == ([answer] if isinstance(answer, FetchGrant | FetchRefused) else [])
+
+
+def test_a_node_refuses_slots_that_are_not_reserved_for_all_of_its_ranks() -> None:
+    """A rank that the decode node does not know could write to them when they have been given away."""
+    offer = Offer(IDENTITY, ("tcp",), max_tokens=32, vocab_size=100, ranks=("b", "c"))
+    assert offer.rejection_reason(request(ranks=("c", "b"))) is None
+    assert (
+        offer.rejection_reason(request(ranks=("b", "other"))) == "the slots are not reserved for ranks c of this node"
+    )
+    assert offer.rejection_reason(request(ranks=())) == "the slots are not reserved for ranks b, c of this node"
+
+
+def test_a_decode_node_is_watched_for_a_minute_after_the_last_thing_that_it_had_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = (Peer(role="decode", address=f"127.0.0.1:{port}", boot_id=f"{port}") for port in (1, 2))
+    now = 1000.0
+    monkeypatch.setattr("prefill_node.lanes.time.monotonic", lambda: now)
+    control = FakeControl()
+    nodes = DecodeNodes(control)  # type: ignore[arg-type]
+    nodes.watch([first, first])
+    assert control.watched == {first}
+    now += 30
+    nodes.watch([second])
+    assert control.watched == {first, second}
+    now += 31
+    nodes.watch([])
+    assert control.watched == {second}, "it will probably come back, and its next prompt would wait"
+    now += 31
+    nodes.watch([])
+    assert control.watched == set()

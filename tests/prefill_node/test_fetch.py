@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from control.messages import AttemptId, FetchDone, FetchGrant, FetchRefused, FetchRequest, PrefillFailed, Quiesced
-from prefill_node.choices import FetchPolicy
+from prefill_node.config import FetchPolicy
 from prefill_node.costs import ComputeCost, FetchCosts
 from prefill_node.fetch import WrongGrant, pieces
 from prefill_node.prefixes import LEAST_TOKENS
@@ -58,6 +58,11 @@ class Fetching(LiveWorld):
     def ask_fetching(self, length: int = 200, start: int = PREFIX) -> tuple[AttemptId, FetchRequest]:
         attempt = self.ask(FIRST[:length], start, SENT_TO)
         return attempt, self.until(FetchRequest, attempt)
+
+    def ask_and_grant(self) -> AttemptId:
+        attempt, asked = self.ask_fetching()
+        self.planner.fetch_answered(self.grant(asked))
+        return attempt
 
     def grant(self, asked: FetchRequest, spoilt: bool = False) -> FetchGrant:
         slots, each = expand_extents(LENT)[asked.start : asked.stop], self.digested_together
@@ -226,6 +231,7 @@ def no_lease(node: Fetching, asked: FetchRequest) -> None:
     time.sleep(0.1)
     assert node.reads.posted == [], "its address may be another process's"
     node.be_late()
+    node.first.silence = 0.0
 
 
 @pytest.mark.parametrize(
@@ -271,8 +277,7 @@ def test_an_answer_that_comes_twice_or_late_changes_nothing(node: Fetching) -> N
 
 def test_an_attempt_that_is_aborted_is_quiet_when_its_reads_have_ended(node: Fetching) -> None:
     hold = node.reads.hold = Held()
-    attempt, asked = node.ask_fetching()
-    node.planner.fetch_answered(node.grant(asked))
+    attempt = node.ask_and_grant()
     assert hold.reached.wait(10)
     node.stop(attempt)
     node.tell()
@@ -297,14 +302,12 @@ def test_an_attempt_that_is_aborted_before_the_grant_is_quiet_at_once(node: Fetc
 
 def test_a_read_of_unknown_end_keeps_its_pages_and_its_attempt_for_good(node: Fetching) -> None:
     node.reads.broken = "wait"
-    attempt, asked = node.ask_fetching()
-    node.planner.fetch_answered(node.grant(asked))
+    attempt = node.ask_and_grant()
     failed = node.until(PrefillFailed, attempt)
     assert failed.in_flight
     assert "nobody knows whether a read has ended" in failed.reason
     node.first.reads = type(node.reads)("tcp")
-    next_one, asked = node.ask_fetching()
-    node.planner.fetch_answered(node.grant(asked))
+    next_one = node.ask_and_grant()
     node.done(next_one)
     assert node.model.tokens == 72, "the next fetch gets a reader of its own"
     assert node.planner.progress((attempt,)).computed == ((attempt, 0),)
@@ -324,8 +327,7 @@ def test_a_node_that_keeps_nothing_fetches_nothing() -> None:
 def test_it_fetches_where_that_is_estimated_to_be_faster_and_tries_again_later() -> None:
     node = Fetching("auto")
     fetches = node.fetches
-    attempt, asked = node.ask_fetching()
-    node.planner.fetch_answered(node.grant(asked))
+    attempt = node.ask_and_grant()
     node.finish(attempt, computed=72)
 
     def prefill(computed: int) -> None:
@@ -369,8 +371,7 @@ def test_a_fetch_that_was_given_up_tells_how_long_what_had_come_took(
     costs = node.fetches.fetch_costs
     monkeypatch.setattr(costs, "observe", lambda _boot_id, _transport, num_bytes, _seconds: learned.append(num_bytes))
     held = node.reads.hold = Held()
-    attempt, asked = node.ask_fetching()
-    node.planner.fetch_answered(node.grant(asked))
+    attempt = node.ask_and_grant()
     assert held.reached.wait(10)
     node.be_late()
     held.set()

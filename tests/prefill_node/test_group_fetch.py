@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from control.messages import AttemptId, FetchDone, FetchRequest, PrefillFailed, Quiesced
+from control.messages import AttemptId, FetchDone, FetchRequest, Quiesced
+from prefill_node import division
 from prefill_node.attempt import HeldState
-from prefill_node.division import checksums_of_blocks, divide
+from prefill_node.division import checksums_of_blocks, cut, divide
 from prefill_node.fetch import WrongGrant, pieces
-from prefill_node.gathering import cut
 from ranks.barrier import GroupFailed
 from tests.prefill_node.sending import LateChannel
 from tests.prefill_node.test_fetch import FIRST, PREFIX, SENT_TO, Fetching
@@ -58,13 +58,13 @@ class GroupFetching(Fetching):
 
 
 @pytest.fixture
-def node() -> Iterator[GroupFetching]:
+def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[GroupFetching]:
+    monkeypatch.setattr(division, "_MOST_ROWS", 30)
     yield from live(GroupFetching())
 
 
 def test_each_rank_reads_a_block_and_every_rank_gets_all_of_them(node: GroupFetching) -> None:
-    attempt, asked = node.ask_fetching()
-    node.planner.fetch_answered(node.grant(asked))
+    attempt = node.ask_and_grant()
     node.until(FetchDone, attempt)
     pages = node.held[attempt].pages
     assert pages is not None
@@ -85,8 +85,7 @@ def test_each_rank_reads_a_block_and_every_rank_gets_all_of_them(node: GroupFetc
 
 def test_what_one_digest_covers_is_read_by_one_rank(node: GroupFetching) -> None:
     node.digested_together = 1024
-    attempt, asked = node.ask_fetching()
-    node.planner.fetch_answered(node.grant(asked))
+    attempt = node.ask_and_grant()
     node.finish(attempt, computed=72)
     assert sorted(node.bytes_read) == [0, 0, PREFIX * TOKEN_BYTES]
 
@@ -152,30 +151,12 @@ def test_a_prefix_of_which_a_rank_lacks_its_block_is_computed_and_nothing_of_it_
 # --- nothing is said before every rank has said so ---
 
 
-def test_an_aborted_attempt_is_quiet_when_every_rank_has_stopped_reading(node: GroupFetching) -> None:
-    reads = node.others[0].reads
-    reads.hold = threading.Event()
-    attempt, asked = node.ask_fetching()
-    node.planner.fetch_answered(node.grant(asked))
-    node.until_missing(attempt, 1)
-    node.stop(attempt)
-    node.tell()
-    assert not node.told(Quiesced), "rank 1 is posting a read"
-    assert not node.told(FetchDone)
-    reads.hold.set()
-    node.until(Quiesced, attempt)
-    assert not node.told(FetchDone)
-    assert node.exchange.gathers == 0
-    node.cache.check_idle()
-
-
 def test_what_was_read_for_an_attempt_that_is_aborted_meanwhile_is_not_gathered(node: GroupFetching) -> None:
     """A step is under way when all has been read, and would go first."""
     node.model.before_pass = node.hold.wait
     other = node.ask([9] * 40, 0, ((800, 40),))
     node.turn_until(lambda: node.planner._running is not None)
-    attempt, asked = node.ask_fetching()
-    node.planner.fetch_answered(node.grant(asked))
+    attempt = node.ask_and_grant()
     node.until_read(attempt)
     assert not node.told(FetchDone), "no rank has all of it"
     node.stop(attempt)
@@ -195,8 +176,7 @@ def test_the_cost_of_a_fetch_includes_the_gather_and_not_the_step_before_it(
     node.model.before_pass = node.hold.wait
     other = node.ask([9] * 40, 0, ((800, 40),))
     node.turn_until(lambda: node.planner._running is not None)
-    attempt, asked = node.ask_fetching()
-    node.planner.fetch_answered(node.grant(asked))
+    attempt = node.ask_and_grant()
     node.until_read(attempt)
     reading = node.reading_seconds(attempt)
     node.hold.set()
@@ -207,23 +187,10 @@ def test_the_cost_of_a_fetch_includes_the_gather_and_not_the_step_before_it(
     node.release(other)
 
 
-def test_a_read_of_a_rank_that_nobody_knows_the_end_of_is_never_said_to_be_quiet(node: GroupFetching) -> None:
-    node.others[1].reads.broken = "wait"
-    attempt, asked = node.ask_fetching()
-    node.planner.fetch_answered(node.grant(asked))
-    failed = node.until(PrefillFailed, attempt)
-    assert failed.in_flight
-    assert "nobody knows whether a read has ended" in failed.reason
-    node.tell()
-    assert not node.told(Quiesced)
-    assert list(node.held) == [attempt], "with its pages"
-
-
 def test_a_fetch_of_which_a_rank_has_ended_never_ends_and_the_node_does(node: GroupFetching) -> None:
     reads = node.others[0].reads
     reads.hold = threading.Event()
-    attempt, asked = node.ask_fetching()
-    node.planner.fetch_answered(node.grant(asked))
+    attempt = node.ask_and_grant()
     node.ranks.ended = 1
     with pytest.raises(GroupFailed, match="rank 1 ended"):
         node.tell()
@@ -239,9 +206,8 @@ def test_ranks_that_cannot_gather_end_the_node(node: GroupFetching) -> None:
         raise RuntimeError("a lost connection")
 
     for each in node.all:
-        each.worker._gather.run = fail  # type: ignore[method-assign]
-    _, asked = node.ask_fetching()
-    node.planner.fetch_answered(node.grant(asked))
+        each.worker._gather = fail  # type: ignore[assignment]
+    node.ask_and_grant()
     with pytest.raises(GroupFailed, match="rank 0 failed in step 1: gathering failed: a lost connection"):
         node.turn_until(lambda: False)
     for other in node.others:
@@ -257,8 +223,7 @@ def test_a_rank_that_has_fallen_behind_reads_when_its_steps_can_not_write_to_tho
     behind.model.before_pass = held.wait
     node.done(first := node.ask([9], 0, ((800, 1),)))
     node.release(first)
-    attempt, asked = node.ask_fetching()
-    node.planner.fetch_answered(node.grant(asked))
+    attempt = node.ask_and_grant()
     node.until_missing(attempt, 1)
     assert behind.reads.posted == []
     held.set()

@@ -5,13 +5,9 @@ from tests.prefill_node.world import R, World, request
 
 
 def test_a_failed_write_ends_the_request_after_the_rest_has_drained() -> None:
-    h = World()
-    h.receive(request())
-    h.compute()
-    h.compute()
+    h = World.sending()
     h.sent(error="the peer is gone")
-    [(_, early)] = h.control.repeated.values()
-    assert isinstance(early, PrefillFailed)
+    early = h.only(PrefillFailed)
     assert early.in_flight, "the decode node need not wait to look elsewhere, but the slots are not quiet"
     assert h.control.take(PrefillFailed) == []
     assert h.free_pages == 5
@@ -24,13 +20,9 @@ def test_a_failed_write_ends_the_request_after_the_rest_has_drained() -> None:
 
 
 def test_that_a_failed_write_may_linger_is_said_whenever_it_is_said_to_be_over() -> None:
-    h = World()
-    h.receive(request())
-    h.compute()
-    h.compute()
+    h = World.sending()
     h.sent(error="the transport gave a write up", lingering=True)
-    [(_, early)] = h.control.repeated.values()
-    assert isinstance(early, PrefillFailed)
+    early = h.only(PrefillFailed)
     assert (early.in_flight, early.lingering) == (True, True)
     h.receive(Abort(attempt=R))
     h.sent()
@@ -53,14 +45,10 @@ def test_an_attempt_that_failed_without_an_abort_says_that_it_may_linger() -> No
 
 def test_an_attempt_with_a_write_of_which_nobody_knows_the_end_keeps_its_pages_and_is_never_called_quiet() -> None:
     """Not even behind a fence: Mooncake may have it queued, and send it over a connection that does not exist yet."""
-    h = World()
-    h.receive(request())
-    h.compute()
-    h.compute()
+    h = World.sending()
     free = h.free_pages
     h.sent(error="nobody knows whether a write has ended", in_flight=True)
-    [(_, failed)] = h.control.repeated.values()
-    assert isinstance(failed, PrefillFailed)
+    failed = h.only(PrefillFailed)
     assert failed.in_flight, "the decode node goes elsewhere at once, and keeps its slots in quarantine"
     h.sent()
     h.receive(Abort(attempt=R))
@@ -73,14 +61,10 @@ def test_an_attempt_with_a_write_of_which_nobody_knows_the_end_keeps_its_pages_a
 
 def test_that_something_lingers_of_a_prompt_that_landed_is_said_when_it_is_done_and_ever_after() -> None:
     """A chunk was cut and posted again: the decode node must not give the slots away before it has fenced them."""
-    h = World()
-    h.receive(request())
-    h.compute()
-    h.compute()
+    h = World.sending()
     h.sent(lingering=True)
     h.sent()
-    [(_, done)] = h.control.repeated.values()
-    assert isinstance(done, PrefillDone)
+    done = h.only(PrefillDone)
     assert done.lingering
     h.receive(Admitted(attempt=R))
     h.receive(Abort(attempt=R))
@@ -88,12 +72,8 @@ def test_that_something_lingers_of_a_prompt_that_landed_is_said_when_it_is_done_
 
 
 def test_nothing_lingers_of_a_prompt_of_which_nothing_was_cut() -> None:
-    h = World()
-    h.receive(request())
-    h.compute()
-    h.compute()
+    h = World.sending()
     h.sent()
     h.sent()
-    [(_, done)] = h.control.repeated.values()
-    assert isinstance(done, PrefillDone)
+    done = h.only(PrefillDone)
     assert not done.lingering

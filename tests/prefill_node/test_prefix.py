@@ -157,3 +157,22 @@ def test_a_prompt_cached_whole_and_stopped_goes_through_the_same_states(node: Li
     node.hold.set()
     node.until(Quiesced, attempt)
     assert node.metric("prefill_pages", state="used") == 0
+
+
+@pytest.mark.parametrize("start", [0, 1, 31, 32, 33, 64, 95, 96, 99])
+def test_positions_from_the_start_on_are_sent_and_all_are_computed(node: LiveWorld, start: int) -> None:
+    """Also where whole chunks of 32 lie before it: they send nothing, and nothing is said of them."""
+    done = node.run(FIRST[:100], start)
+    assert node.model.tokens == 100
+    assert done.chunks == 3 - min(start, 96) // 32
+    node.cache.check_idle()
+
+
+def test_a_request_stopped_while_nothing_is_sent_ends_with_its_pass(node: LiveWorld) -> None:
+    attempt = node.ask(FIRST[:100], start=99)
+    node.tell()
+    assert node.held[attempt].has_begun
+    assert node.stop(attempt)
+    node.until(Quiesced, attempt)
+    assert node.pool.free_pages == node.pool.num_pages
+    assert not node.channel.posted

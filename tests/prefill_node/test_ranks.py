@@ -23,9 +23,9 @@ from prefill_node.orders import (
     TransferReport,
     merged,
 )
-from prefill_node.rank_loop import RankLoop
+from prefill_node.worker import RankLoop
 from ranks.barrier import GroupFailed
-from ranks.rank_line import lines_to_others
+from ranks.executor import RankLine
 from ranks.sealed_socket import INHERITED, SealedSocket
 from tests.prefill_node.fakes import FakeControl
 from tests.prefill_node.world import DECODE, FakeRanks, HeldWorker, R, World, new_cache, request
@@ -230,9 +230,9 @@ class Rank:
 
     def __init__(self) -> None:
         first, own = (SealedSocket(end, INHERITED) for end in socket.socketpair())
-        self.reports: queue.SimpleQueue[tuple[int, TransferReport]] = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[TransferReport] = queue.SimpleQueue()
         self.failures: queue.SimpleQueue[str] = queue.SimpleQueue()
-        [self.line] = lines_to_others({1: first}, OF_FIRST, lambda *said: self.reports.put(said), self.failures.put)
+        self.line = RankLine(first, 1, OF_FIRST, self.reports.put, self.failures.put)
         self.ranks = FakeRanks(1, 2)
         self.ranks.lines = {0: own}
         self.ranks.fail = self.failures.put  # type: ignore[assignment,method-assign]
@@ -259,7 +259,7 @@ def test_another_rank_obeys_and_reports_what_it_has_sent() -> None:
     assert rank.worker.cancelled == {1, 2}
     assert rank.loop._has_ended
     rank.report(TransferReport(7, num_bytes=3))
-    assert rank.reports.get(timeout=10) == (1, TransferReport(7, num_bytes=3))
+    assert rank.reports.get(timeout=10) == TransferReport(7, num_bytes=3)
 
 
 def test_a_rank_that_fails_in_a_step_ends_the_group() -> None:

@@ -31,11 +31,8 @@ from kvcache.page_cache import PageCache, can_cache
 from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.passes import PrefillChunk
 from prefill_node.attempt import HeldAttempt, Update
-from prefill_node.choices import FetchPolicy
+from prefill_node.config import FetchPolicy
 from prefill_node.endpoint import PrefillEndpoint
-from prefill_node.fetcher import FetchResources
-from prefill_node.gathering import PrefixGather
-from prefill_node.landing import HostSink
 from prefill_node.offer import Offer
 from prefill_node.orders import (
     OF_FIRST,
@@ -55,12 +52,9 @@ from prefill_node.orders import (
     TransferReport,
 )
 from prefill_node.planner import PrefillPlanner
-from prefill_node.ring import SendRings
-from prefill_node.sender import SendResources
-from prefill_node.source import HostSource, Reading
 from prefill_node.worker import PrefillWorker
 from ranks.barrier import GroupFailed
-from ranks.executor import Executor, Line, Reports, Worker
+from ranks.executor import Executor, Worker
 from ranks.group import SingleRank
 from service.lifecycle import Lifecycle
 from tests.identity import IDENTITY
@@ -77,6 +71,7 @@ VOCAB = 100
 NUM_SLOTS = 1024
 UNTOUCHED = 255
 TOKEN_BYTES = LAYOUT.token_bytes
+UpdateT = TypeVar("UpdateT", bound=Message)
 
 
 def request(**changes: Any) -> PrefillRequest:
@@ -124,15 +119,17 @@ class Node:
 
     def __init__(
         self,
-        prefill: ChunkedPrefill[HeldAttempt],
-        worker: Worker[Order],
-        lines: Sequence[Line[Order]],
-        reports: Reports[Report],
+        cache: PageCache,
+        chunk_size: int,
+        new_worker: Callable[[Callable[[Report], None]], Worker[Order]],
+        lines: Sequence[object],
         fetch_policy: FetchPolicy,
-        max_tokens: int,
+        max_tokens: int = 512,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
-        self.prefill, self.reports = prefill, reports
-        self.pool, self.cache = prefill.pool, prefill.pages
+        """lines: to the other ranks; each can `send`."""
+        self.prefill: ChunkedPrefill[HeldAttempt] = ChunkedPrefill(cache.pool, chunk_size, cache)
+        self.pool, self.cache = cache.pool, cache
         self.ranks = FakeRanks(0, 1 + len(lines))
         self.control = FakeControl(heard={DECODE.boot_id: math.inf})
         self.lifecycle = Lifecycle(drain_timeout=30.0)
@@ -145,9 +142,10 @@ class Node:
             lifecycle=self.lifecycle,
             leave=lambda: setattr(self, "has_left", True),
         )
-        self.executor = Executor(self.ranks, worker, lines, reports)
+        self.executor: Executor[Order, Report] = Executor(self.ranks, new_worker, OF_FIRST, wake)
+        self.executor._lines = list(lines)  # type: ignore[arg-type]
         offer = Offer(IDENTITY, ("tcp",), max_tokens=max_tokens, vocab_size=VOCAB)
-        self.planner = PrefillPlanner(prefill, self.executor, offer, self.metrics, 30.0, fetch_policy)
+        self.planner = PrefillPlanner(self.prefill, self.executor, offer, self.metrics, 30.0, fetch_policy)
         self.held = self.planner.held
         self.fetches = self.planner._fetches
         self.endpoint = PrefillEndpoint(self.shell, self.planner, self.ranks)  # type: ignore[arg-type]
@@ -185,6 +183,12 @@ class Node:
     def repeated(self) -> list[Message]:
         """What is said to the decode node again and again."""
         return [message for _, message in self.control.repeated.values()]
+
+    def only(self, kind: type[UpdateT]) -> UpdateT:
+        """The one message that is said again and again."""
+        [message] = self.repeated
+        assert isinstance(message, kind)
+        return message
 
     @property
     def free_pages(self) -> int:
@@ -236,11 +240,9 @@ class World(Node):
         max_tokens: int = 512,
     ) -> None:
         self.model = FakeModel()
-        pool = PagedKVPool(LAYOUT, num_pages=8, page_size=4, device=CPU)
-        cache = cache or PageCache(pool)
-        prefill: ChunkedPrefill[HeldAttempt] = ChunkedPrefill(self.model, cache.pool, chunk_size, cache)  # type: ignore[arg-type]
         self.workers = [HeldWorker() for _ in range(world_size)]
-        super().__init__(prefill, self.workers[0], self.workers[1:], Reports(lambda: None), fetch_policy, max_tokens)
+        cache = cache or new_cache(8, 4)
+        super().__init__(cache, chunk_size, lambda _: self.workers[0], self.workers[1:], fetch_policy, max_tokens)
         self._start_step, self.planner._start_step = self.planner._start_step, lambda: None  # type: ignore[method-assign]
 
     @property
@@ -272,7 +274,7 @@ class World(Node):
             ]
             queued = compute_chunks(self.model, chunks, wanted)  # type: ignore[arg-type]
             fields["prompt_logprobs"] = {number: found.wait() for number, found in queued.items()}
-        self.reports.add(0, StepEnded(step.number, error, void=void, **fields))
+        self.executor.report(0, StepEnded(step.number, error, void=void, **fields))
         self.tell()
 
     def compute(self) -> None:
@@ -285,25 +287,34 @@ class World(Node):
         noted = [checksum_of(write.start, write.stop)] if checksums else []
         report = TransferReport(write.work, num_bytes=10, num_descriptors=1, posted_at=0.0, checksums=noted)
         vars(report).update(fields)
-        self.reports.add(rank, report)
+        self.executor.report(rank, report)
         self.tell()
 
     def read(self, rank: int = 0, at: int = 0, **fields: Any) -> None:
         """The reads of a rank's oldest block, or its block number `at`, ended."""
         read = self.workers[rank].reads.pop(at)
         failure: FetchFailure | None = "read" if fields.get("error") else None
-        self.reports.add(rank, TransferReport(read.work, failure=failure, **fields))
+        self.executor.report(rank, TransferReport(read.work, failure=failure, **fields))
         self.tell()
 
     def layers_come(self, at: int = 0, layers: int = 1) -> None:
         now = time.monotonic()
-        self.reports.add(0, LayersRead(self.workers[0].reads[at].work, layers, now, now))
+        self.executor.report(0, LayersRead(self.workers[0].reads[at].work, layers, now, now))
         self.tell()
 
     def housekeep(self, now: float) -> None:
         self.endpoint._housekeep(now)
         self.planner._stop_late_transfers(now)
         self.tell()
+
+    @classmethod
+    def sending(cls, **changes: Any) -> "World":
+        """A prompt is computed, in two steps, and is being sent."""
+        world = cls()
+        world.receive(request(**changes))
+        world.compute()
+        world.compute()
+        return world
 
     def script(self, *turns: Callable[[], object]) -> list[Callable[[], object]]:
         """What happens in the turns of `endpoint.run`, one after another; the list is empty when all of it has."""
@@ -429,44 +440,37 @@ class LiveRank:
         self.silence = 0.0
         self.connect_reads: Callable[[], LateChannel] = lambda: self.reads
         self.failed: str | None = None
-        layers = [*pool.kv, *pool.index_keys]
-        self._new_worker = partial(
-            PrefillWorker,
-            self.model,  # type: ignore[arg-type]
-            pool,
-            SendResources(
-                reading=Reading(HostSource(layers), LAYOUT.layer_of_buffer, pool.page_size, checksums),
-                rings=SendRings(pin=False, register=lambda _: None),
-                connect=lambda _: self.channel,
-                silence=lambda _: 0.0,
-            ),
-            FetchResources(
-                connect=lambda _: self.connect_reads(),
-                silence=lambda _: self.silence,
-                new_sink=lambda: HostSink(layers),
-                page_size=pool.page_size,
-            ),
-            PrefixGather(pool, rank, partial(exchange.gather, rank), most_rows=30),
-            SingleRank(CPU),
-        )
+        self._gather, self._checksums = partial(exchange.gather, rank), checksums
 
-    def start(self, reports: Reports[Report]) -> PrefillWorker:
-        def report(found: Report) -> None:
-            if self.rank == 0:
-                reports.add(0, found)
-            elif isinstance(found, TransferReport):
-                reports.add(self.rank, OF_FIRST.decode(OF_OTHERS.encode(found)))
+    def start(self, report: Callable[[Report], None]) -> PrefillWorker:
+        transports = SimpleNamespace(
+            register=lambda _: None, connect=lambda _: self.channel, connect_to_read=lambda _: self.connect_reads()
+        )
+        self.worker = PrefillWorker(
+            self.model,  # type: ignore[arg-type]
+            self.pool,
+            transports,  # type: ignore[arg-type]
+            lambda _: self.silence,
+            self._checksums,
+            self._gather,
+            FakeRanks(self.rank),
+            report,
+        )
+        return self.worker
+
+    def start_far(self, report: Callable[[int, Report], None]) -> None:
+        """As a rank other than 0: what it reports goes as bytes."""
+
+        def said(found: Report) -> None:
+            if isinstance(found, TransferReport):
+                report(self.rank, OF_FIRST.decode(OF_OTHERS.encode(found)))
             elif isinstance(found, StepEnded):
                 self.failed = found.error
 
-        self.worker = self._new_worker(report)
-        return self.worker
+        self.start(said)
 
     def send(self, order: Order) -> None:
         self.worker.take(OF_OTHERS.decode(OF_FIRST.encode(order)))
-
-
-UpdateT = TypeVar("UpdateT", bound=Message)
 
 
 class LiveWorld(Node):
@@ -481,7 +485,6 @@ class LiveWorld(Node):
         world_size: int = 1,
     ) -> None:
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
-        reports: Reports[Report] = Reports(lambda: self._woken.put(None))
         self.exchange = ThreadExchange(world_size)
         pools = [cache.pool] + [
             PagedKVPool(LAYOUT, cache.pool.num_pages, cache.pool.page_size, CPU) for _ in range(1, world_size)
@@ -489,10 +492,10 @@ class LiveWorld(Node):
         self.all = [LiveRank(rank, pool, checksums, self.exchange) for rank, pool in enumerate(pools)]
         self.first, *self.others = self.all
         self.model, self.channel = self.first.model, self.first.channel
-        for each in self.all:
-            each.start(reports)
-        prefill: ChunkedPrefill[HeldAttempt] = ChunkedPrefill(self.model, cache.pool, chunk_size, cache)  # type: ignore[arg-type]
-        super().__init__(prefill, self.first.worker, self.others, reports, fetch_policy, 512)
+        wake = partial(self._woken.put, None)
+        super().__init__(cache, chunk_size, self.first.start, self.others, fetch_policy, wake=wake)
+        for each in self.others:
+            each.start_far(self.executor.report)
         self.slots = Slots()
         self.hold = threading.Event()
         self._requests = 0

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from cli.serve import free_port
+from ranks.executor import LineCodec
 from ranks.group import RankGroup
 from ranks.place import RankPlace, create_places
-from ranks.rank_line import LineCodec
 from ranks.status import SharedStatus
 from ranks.watch import RankWatch
 

@@ -138,7 +138,7 @@ def test_a_rank_that_sleeps_is_woken_by_one_that_calls_it() -> None:
     first, second = (GroupBarrier(two, rank, wakeup_fds, FakeWatch(), 10) for rank in range(2))
     woken = threading.Event()
     # Of a process that lives: this one.
-    watch = RankWatch(two, 1, wakeup_fds[1], (os.getpid(), os.getpid()), 60, woken.set, pytest.fail)
+    watch = RankWatch(two, 1, wakeup_fds[1], (os.getpid(), os.getpid()), 60, woken.set)
     assert not second.spin_before_sleep(lambda: False)
     with ThreadPoolExecutor(1) as pool:
         calling = pool.submit(first.wait, 2)

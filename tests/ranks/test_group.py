@@ -16,7 +16,7 @@ from model.tiny import write_tiny_checkpoint
 from ranks.barrier import GroupFailed
 from ranks.group import SingleRank
 from ranks.place import RankPlace
-from tests.gpu import ranks_program
+from tests.gpu.ranks_program import run_ranks
 from tests.kernels.fp8_cases import randn, routed
 from tests.ranks.ranks_harness import forked, join
 
@@ -78,19 +78,11 @@ def _seed(number: int) -> torch.Generator:
     return torch.Generator().manual_seed(number)
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (4, torch.float32), (2, torch.bfloat16)])
-def test_layers_whose_experts_are_divided_compute_what_whole_ones_do(
-    tmp_path: Path, size: int, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(("size", "dtype"), [(2, "float32"), (4, "float32"), (2, "bfloat16")])
+def test_layers_whose_experts_are_divided_compute_what_whole_ones_do(tmp_path: Path, size: int, dtype: str) -> None:
     """As tests/gpu/test_ranks.py has it on GPUs."""
     write_tiny_checkpoint(tmp_path / "tiny", "deepseek_v32", seed=3)
-
-    def body(place: RankPlace) -> None:
-        os.environ.update(place.variables())
-        ranks_program.main(tmp_path / "tiny", dtype, "cpu")
-
-    with forked(size, tmp_path, body) as ranks:
-        assert [ranks.wait(rank, 60) for rank in range(size)] == [0] * size, ranks.said(0) + ranks.said(1)
+    run_ranks(size, tmp_path / "tiny", dtype, "cpu")
 
 
 @pytest.mark.parametrize("hosts", [1, 2])

@@ -8,9 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from ranks import handshake
-from ranks.handshake import Address, Caller, HandshakeFailed, Purpose, accept, call
-from ranks.sealed_socket import FrameRefused, SealedSocket
+from ranks import sealed_socket
+from ranks.sealed_socket import Address, Caller, FrameRefused, HandshakeFailed, Purpose, SealedSocket, accept, call
 
 KEY = b"key"
 CALLER = Caller(Purpose.LINE, rank=3, to=0)
@@ -176,7 +175,7 @@ def test_a_handshake_that_was_recorded_is_refused() -> None:
 
 def test_a_handshake_takes_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of one who sends a byte now and then."""
-    monkeypatch.setattr(handshake, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(sealed_socket, "PATIENCE_S", 0.2)
     ours, theirs = socket.socketpair()
     ended = threading.Event()
 

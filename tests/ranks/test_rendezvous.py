@@ -20,11 +20,11 @@ from base.errors import StartupError
 from base.phase import Phase
 from ranks import watch
 from ranks.barrier import GroupBarrier
+from ranks.executor import RankLine
 from ranks.place import NO_LINE, RankPlace, create_places
-from ranks.rank_line import line_to_first, lines_to_others
 from ranks.rendezvous import interface_of, local_address, meet
-from ranks.replicated_status import ReplicatedStatus
 from ranks.sealed_socket import INHERITED, SealedSocket
+from ranks.status import ReplicatedStatus
 from tests.ranks.ranks_harness import JSON, FakeWatch, forked, join
 
 STEPS = 50
@@ -62,7 +62,7 @@ class Linked:
         [self.place] = create_places(2, hosts=2, host=rank, meeting="nowhere:1")
         self.called, self.lost = threading.Event(), threading.Event()
         self.status = ReplicatedStatus(
-            self.place.status, self.place, {1 - rank: SealedSocket(link, INHERITED)}, self.called.set, self.lost.set
+            self.place.status, 2, rank, {1 - rank: SealedSocket(link, INHERITED)}, self.called.set, self.lost.set
         )
 
     def barrier(self) -> GroupBarrier:
@@ -146,16 +146,12 @@ def test_ranks_of_two_hosts_compare_exchange_step_and_leave(tmp_path: Path) -> N
         gathered = exchange.gather(torch.full((1, 2), float(place.rank)))
         assert gathered[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
         assert exchange.reduce(gathered)[0].tolist() == [4.0 * place.rank] * 2
-        heard: list[object] = []
-        if place.rank:
-            line = line_to_first(group.lines, JSON, heard.append, group.fail)
-            line.send(place.rank)
-        else:
-            lines = lines_to_others(group.lines, JSON, lambda *said: heard.append(said), group.fail)
-            for rank, each in enumerate(lines, start=1):
-                each.send(f"order {rank}")
+        heard: list[tuple[int, object]] = []
+        for rank, connection in sorted(group.lines.items()):
+            line = RankLine(connection, rank, JSON, lambda said, rank=rank: heard.append((rank, said)), group.fail)  # type: ignore[misc]
+            line.send(f"from {place.rank}")
         until(lambda: len(heard) == (1 if place.rank else 3), "words over the lines")
-        assert sorted(heard, key=str) == ([f"order {place.rank}"] if place.rank else [(1, 1), (2, 2), (3, 3)])
+        assert sorted(heard) == [(rank, f"from {rank}") for rank in ((0,) if place.rank else (1, 2, 3))]
         assert abs(group.clock_ahead) < 1, "one clock for all processes of a machine"
         group.watch_steps()
         steps = 0

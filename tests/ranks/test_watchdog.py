@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from ranks.status import SharedStatus
-from ranks.watchdog import GRACE_S, Watchdog
+from ranks.watch import GRACE_S, Watchdog
 
 STEP_TIMEOUT_S = 3.0
 LOOK_EVERY_S = 0.25

@@ -60,15 +60,3 @@ def test_a_slow_client_is_waited_for() -> None:
         assert client.written == [b"1\r\na\r\n"]
 
     run(test())
-
-
-def test_a_client_that_has_left_gets_nothing_and_is_not_waited_for() -> None:
-    async def test() -> None:
-        client = Client()
-        client.chunks.write_soon(b"a")
-        client.left = client.write_paused = True
-        await client.chunks.write(b"b")
-        await asyncio.sleep(0)
-        assert client.written == []
-
-    run(test())

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from base.errors import StartupError
-from service.exposure import check_clients, check_processes, is_loopback
+from service.config import check_clients, check_processes, is_loopback
 
 ELSEWHERE = ("0.0.0.0", "10.0.0.1", "::", "fe80::1", "node-7", "localhost.example", "")
 HERE = ("127.0.0.1", "127.9.9.9", "::1", "localhost")

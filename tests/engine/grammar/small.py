@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from control.grammar import Grammar, Node
-from engine.grammar.prover import Proofs
+from engine.grammar.proofs import Proofs
 from engine.grammar.state import CompiledGrammar, GrammarState
 from engine.grammar.vocabulary import Vocabulary
 

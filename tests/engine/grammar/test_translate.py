@@ -135,7 +135,7 @@ def test_an_error_names_the_part(node: Node, message: str) -> None:
 def test_calls_of_a_chat_format_are_written_with_the_tokens_of_its_markers() -> None:
     ids = {TOOL_CALL: id_of(TOOL_CALL), END_OF_CALL: id_of(END_OF_CALL)}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}}
-    grammar = glm.grammar(ToolSet([tool]), parallel=False, marker_ids=ids)
+    grammar = glm.grammar(ToolSet([tool]), False, ids)
     state = compiled(Lark(grammar=grammar)).start()
     assert allowed(state) == {ids[TOOL_CALL]}
     assert accepts(state, f"{TOOL_CALL}f<arg_key>n</arg_key><arg_value>7</arg_value>{END_OF_CALL}")

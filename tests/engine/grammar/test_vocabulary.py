@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from control.grammar import Grammar, TextChoice
 from engine.grammar.errors import UnsupportedTokenizer
-from engine.grammar.prover import Proofs
+from engine.grammar.proofs import Proofs
 from engine.grammar.state import CompiledGrammar
 from engine.grammar.vocabulary import Vocabulary
 from tests.engine.grammar.small import EOS, PADDED, SIZE, allowed, id_of, tokenizer

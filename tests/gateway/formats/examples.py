@@ -12,18 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.formats import (
-    CallArguments,
-    CallBegin,
-    CallEnd,
-    ChatFormat,
-    ContentDelta,
-    Event,
-    OutputParser,
-    ReasoningDelta,
-    ToolSet,
-    choose_format,
-)
+from gateway.formats.families import ChatFormat, choose_format
+from gateway.formats.parsing import CallArguments, CallBegin, CallEnd, CallParser, ContentDelta, Event, ReasoningDelta
+from gateway.formats.tools import ToolSet
 
 
 def tool(name: str, properties: dict[str, Any] | None = None, required: list[str] | None = None) -> dict[str, Any]:
@@ -167,7 +158,7 @@ def parsing_format(family: str) -> ChatFormat:
     return found
 
 
-def parser_of(family: str, *, reasoning: bool, whole_calls: bool = False) -> OutputParser:
+def parser_of(family: str, *, reasoning: bool, whole_calls: bool = False) -> CallParser:
     return parsing_format(family).parser(
         ToolSet(TOOLS), reasoning=reasoning, whole_calls=whole_calls, new_id=numbered_ids()
     )
@@ -178,7 +169,7 @@ def numbered_ids() -> Callable[[], str]:
     return lambda: f"call_{next(numbers)}"
 
 
-def parse(parser: OutputParser, pieces: list[str]) -> list[Event]:
+def parse(parser: CallParser, pieces: list[str]) -> list[Event]:
     """All events, those of one kind that follow each other put together."""
     events = [event for piece in pieces for event in parser.push(piece)]
     return list(joined([*events, *parser.finish()]))

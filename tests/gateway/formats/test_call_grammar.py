@@ -12,9 +12,10 @@ from tokenizers import AddedToken, Tokenizer
 
 from control.grammar import MAX_LARK, Lark
 from engine.grammar.vocabulary import Vocabulary
-from gateway.formats import FormatError, ToolSet
-from tests.gateway.fakes import EOS, byte_tokenizer
+from gateway.formats.conversation import FormatError
+from gateway.formats.tools import ToolSet
 from tests.gateway.formats.examples import TOOLS, calls_of, content_of, parse, parsing_format, tool
+from tests.gateway.world import EOS, byte_tokenizer
 
 llguidance = pytest.importorskip("llguidance")
 TYPED = [

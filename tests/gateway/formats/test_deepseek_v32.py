@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from gateway.formats import FormatError, Prompt, ToolSet, choose_format
+from gateway.formats.conversation import FormatError, Prompt
+from gateway.formats.families import choose_format
+from gateway.formats.tools import ToolSet
 from tests.gateway.formats.examples import calls_of, content_of, parse, reasoning_of, tool
 
 FORMAT = choose_format("deepseek_v32", template=None)

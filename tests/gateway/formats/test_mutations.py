@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway.formats import CallArguments, CallBegin, CallEnd, ContentDelta, Event, ReasoningDelta
+from gateway.formats.parsing import CallArguments, CallBegin, CallEnd, ContentDelta, Event, ReasoningDelta
 from tests.gateway.formats.examples import EXAMPLES, TOOLS, Call, Example, calls_of, parse, parser_of
 
 _MARKERS = {

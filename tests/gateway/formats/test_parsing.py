@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from gateway.formats import CallArguments, CallBegin, CallEnd, ContentDelta, ReasoningDelta, ToolSet
+from gateway.formats.parsing import CallArguments, CallBegin, CallEnd, ContentDelta, ReasoningDelta
+from gateway.formats.tools import ToolSet
 from tests.gateway.formats.examples import (
     EXAMPLES,
     TOOLS,

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from gateway.formats import CALL_PARSERS, ChatFormat, ContentDelta, ToolSet, choose_format
+from gateway.formats.families import CALL_PARSERS, ChatFormat, choose_format
+from gateway.formats.parsing import ContentDelta
+from gateway.formats.tools import ToolSet
 from tests.gateway.formats.examples import TOOLS, calls_of, content_of, parse, reasoning_of, tool
 
 GLM = """[gMASK]<sop>
@@ -171,7 +173,7 @@ def test_reasoning_may_stay_in_the_content() -> None:
     ]
 
 
-def test_a_checkpoint_without_a_template_has_a_format_only_if_it_is_deepseeks() -> None:
+def test_only_deepseek_has_a_format_without_a_template() -> None:
     assert choose_format("glm_moe_dsa", template=None) is None
     chosen = choose_format("deepseek_v32", template=None)
     assert chosen is not None

@@ -1,0 +1,152 @@
+"""Middleware in front of the API: checks the key, bounds bodies, and bounds the requests that are served at a time."""
+
+from dataclasses import dataclass
+
+from prometheus_client import Counter
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.endpoints import ENDPOINTS
+from gateway.errors import ApiError
+from gateway.held_answers import HeldAnswers
+from gateway.keys import ApiKeys
+
+_OPEN_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key)
+"""Every other path needs a key, whether it exists or not."""
+_BYTES_PER_TOKEN = 8
+"""Of a prompt token: as much as an id takes in JSON, so that a prompt counts the same as text and as ids."""
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """max_total_bytes: of all requests being served. A request counts with its body, or its prompt if that is more."""
+
+    max_body_bytes: int
+    max_concurrent_requests: int
+    max_total_bytes: int
+
+
+class RequestBytes:
+    """The bytes that one request counts with. answers: those of what is generated for it."""
+
+    def __init__(self, admission: "Admission") -> None:
+        self._admission = admission
+        self.held = 0
+        self.answers = admission.answers.account()
+
+    def body(self, size: int) -> None:
+        """Raises ApiError (429) if there is no room for a body of that size."""
+        if size > self.held:
+            self._admission.take(size - self.held)
+            self.held = size
+
+    def prompt(self, tokens: int) -> None:
+        """Raises ApiError (429) if there is no room for a prompt of that many tokens."""
+        self.body(_BYTES_PER_TOKEN * tokens)
+
+    def close(self) -> None:
+        """The request is answered, or refused."""
+        self._admission.held -= self.held
+        self.held = 0
+        self.answers.close()
+
+
+class Admission:
+    """ASGI middleware. keys: None lets everyone in. refused: counts refusals by reason."""
+
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys | None, limits: RequestLimits, answers: HeldAnswers, refused: Counter
+    ) -> None:
+        self._app = app
+        self.answers = answers
+        self._keys = keys
+        self._limits = limits
+        self._refused = refused
+        self.serving = 0
+        """Requests that were admitted and are not answered completely."""
+        self.held = 0
+        """Their bytes."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        counted = RequestBytes(self)
+        try:
+            client_key = self._admit(Request(scope), counted)
+        except ApiError as error:
+            counted.close()
+            await error.response(scope["path"])(scope, receive, send)
+            return
+        self.serving += 1
+        try:
+            await self._app(
+                {**scope, "counted": counted, "client_key": client_key}, self._bounded(receive, counted), send
+            )
+        finally:
+            self.serving -= 1
+            counted.close()
+
+    def take(self, size: int) -> None:
+        """Raises ApiError (429) if all requests together would hold too many bytes."""
+        if self.held + size > self._limits.max_total_bytes:
+            raise self._busy("too_many_bytes", "holds as many bytes of requests as it may")
+        self.held += size
+
+    def _admit(self, request: Request, counted: RequestBytes) -> bytes:
+        """The key of the client, empty if it has none and needs none.
+
+        Raises ApiError if the request is refused. The key comes first: others learn nothing about the limits.
+        """
+        client_key = self._key_of(request, self._keys)
+        if client_key is None:
+            message = "the API key is not one of this server's"
+            if not {"authorization", "x-api-key"} & set(request.headers):
+                message = "no API key: expected the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            raise self._refused_with("api_key", ApiError(401, message, code="invalid_api_key"))
+        declared = int(request.headers.get("content-length", 0))
+        self._check_size(declared)
+        if self.serving >= self._limits.max_concurrent_requests:
+            raise self._busy("too_many_requests", f"serves {self.serving} requests already")
+        counted.body(declared)
+        return client_key
+
+    @staticmethod
+    def _key_of(request: Request, keys: ApiKeys | None) -> bytes | None:
+        """The accepted key that either header has, or None: OpenAI's clients send the first one, Anthropic's the
+        second. Where no key is needed, whatever is sent as one."""
+        bearer = request.headers.get("authorization", "").encode("latin-1")
+        alone = b"Bearer " + request.headers.get("x-api-key", "").encode("latin-1")
+        for header in (bearer, alone):
+            key = header.partition(b" ")[2].strip()
+            if keys.accept(header) if keys is not None else key:
+                return key
+        return b"" if keys is None else None
+
+    def _bounded(self, receive: Receive, counted: RequestBytes) -> Receive:
+        """`receive` that raises ApiError for a body that is too large: not every body declares its length."""
+        received = 0
+
+        async def bounded() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            self._check_size(received)
+            counted.body(received)
+            return message
+
+        return bounded
+
+    def _check_size(self, size: int) -> None:
+        """Raises ApiError (413) if a body of that size is too large."""
+        if size > self._limits.max_body_bytes:
+            text = f"the request body is larger than {self._limits.max_body_bytes} bytes"
+            raise self._refused_with("body_too_large", ApiError(413, text, code="request_too_large"))
+
+    def _busy(self, reason: str, state: str) -> ApiError:
+        text = f"this gateway {state}; try again later"
+        return self._refused_with(reason, ApiError(429, text, code="too_many_requests", retry_after=1.0))
+
+    def _refused_with(self, reason: str, error: ApiError) -> ApiError:
+        self._refused.labels(reason=reason).inc()
+        return error

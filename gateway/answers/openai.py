@@ -1,0 +1,298 @@
+"""What the answers of OpenAI's endpoints have in common."""
+
+import time
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from io import StringIO
+from typing import Annotated, Any, Generic, NamedTuple, NotRequired, TypeVar
+
+import orjson
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from control.messages import Token
+from control.prompt_logprobs import PromptLogprobTable
+from gateway.answers.streamed import CHARACTER_BYTES, Column, Json, StreamedAnswer
+from gateway.attempt import Delta, EndReason
+from gateway.errors import ApiError
+from gateway.held_answers import HeldBytes
+from gateway.preparer import PreparedRequest
+from gateway.tokenizer import CheckpointTokenizer
+
+_TEXT = "text of a choice"
+_TOKEN_IDS = "token_ids"
+
+
+class PromptDetails(TypedDict):
+    """cached_tokens: of the prompt, those that did not have to be computed."""
+
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    """Token counts over all prompts and answers."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class RankedToken(TypedDict):
+    """A token that could stand at a position of the prompt. rank: 1 for the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = Annotated[
+    Column[dict[str, RankedToken] | None],
+    Field(
+        description="With prompt_logprobs: by position, by token id, the prompt's token and the likeliest ones. "
+        "Null for the first token."
+    ),
+]
+
+
+class Head(TypedDict):
+    """What answers and chunks begin with."""
+
+    id: str
+    created: int
+    model: str
+
+
+class Choice(TypedDict):
+    """What choices of both endpoints have."""
+
+    index: int
+    token_ids: NotRequired[Annotated[list[int] | Column[int], Field(description="With return_token_ids.")]]
+
+
+_ChoiceT = TypeVar("_ChoiceT", bound=Choice)
+
+
+class KeptAnswer:
+    """One answer that does not stream, as it grows."""
+
+    __slots__ = ("_logprob_sum", "_text", "columns", "finish_reason", "offsets", "prompt", "size", "tokens")
+
+    def __init__(self) -> None:
+        self._text = StringIO()
+        self._logprob_sum = 0.0
+        self.columns: dict[str, Column[Any]] = {}
+        """By name, what there is for each token."""
+        self.offsets = array("i")
+        """Where in the text each token begins, counted with the stop string; kept where there are columns."""
+        self.tokens = 0
+        self.finish_reason: EndReason | None = None
+        self.prompt: PromptLogprobTable | None = None
+        self.size = 0
+        """Bytes that it takes."""
+
+    @property
+    def text(self) -> str:
+        return self._text.getvalue()
+
+    @property
+    def average_logprob(self) -> float:
+        return self._logprob_sum / max(1, self.tokens)
+
+    def add(self, delta: Delta, columns: Mapping[str, Sequence[object]]) -> int:
+        """Go on with a delta. columns: by name, what there is for its tokens. Returns the bytes that this takes."""
+        self._text.write(delta.text)
+        self.tokens += len(delta.tokens)
+        self._logprob_sum += sum(token.logprob or 0.0 for token in delta.tokens)
+        self.finish_reason = delta.finish_reason
+        if delta.prompt is not None:
+            self.prompt = delta.prompt
+        size = CHARACTER_BYTES * len(delta.text)
+        for name, elements in columns.items():
+            column = self.columns.setdefault(name, Column())
+            before = len(column)
+            column.extend(elements)
+            size += len(column) - before
+        if columns:
+            self.offsets.extend(delta.offsets)
+            size += self.offsets.itemsize * len(delta.offsets)
+        self.size += size
+        return size
+
+
+class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
+    """Renders the answers to one request. Counts their tokens, so each delta must be passed once, in order."""
+
+    last_line = b"data: [DONE]\n\n"
+
+    chunk_kind: str
+    _with_logprobs: bool
+    """Whether those of its tokens were asked for."""
+
+    def __init__(self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: HeldBytes) -> None:
+        request = prepared.request
+        self._held = held
+        self._kept: dict[int, KeptAnswer] = {}
+        """By number, answers that do not stream."""
+        self._head: Head = {"id": prepared.request_id, "created": int(time.time()), "model": model}
+        self._count = len(prepared.tokenized)
+        self._prompt_tokens = prepared.prompt_tokens
+        self._completion_tokens = 0
+        self._tokenizer = tokenizer
+        self._token_ids = bool(request.return_token_ids)
+        options = request.stream_options
+        self._include_usage = bool(options and options.include_usage)
+        self._prepared = prepared
+        self._prompt_logprobs = request.prompt_logprobs
+        self._usage_in_chunks = bool(options and options.continuous_usage_stats)
+        self._around_choice: dict[int, tuple[bytes, bytes]] = {}
+        """By choice: the bytes around what `_text` returns, in a chunk with nothing else."""
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
+        """By choice whose text stays plain: the bytes around the text, in a chunk with nothing else."""
+
+    def keep(self, index: int, delta: Delta) -> None:
+        if delta.first:
+            if index in self._kept:
+                self._held.give(self._kept[index].size)
+            self._kept[index] = KeptAnswer()
+        columns: dict[str, list[Any]] = self._of_tokens(delta.tokens) if self._with_logprobs else {}
+        if self._token_ids:
+            columns[_TOKEN_IDS] = [token.token_id for token in delta.tokens]
+        self._held.take(self._kept[index].add(delta, columns))
+
+    def begin(self) -> list[Json]:
+        return []
+
+    def delta_events(self, index: int, delta: Delta) -> list[Json]:
+        self._completion_tokens += len(delta.tokens)
+        choice = self._choice(index, delta)
+        if self._token_ids:
+            choice["token_ids"] = [token.token_id for token in delta.tokens]
+        return [self._chunk([choice])]
+
+    def encode_delta(self, index: int, delta: Delta) -> bytes:
+        """Of a chunk with nothing but text, which most are, only the text is made anew."""
+        around = self._around_text.get(index)
+        # A chunk without text may have another form.
+        if around is None or not delta.text or delta.finish_reason is not None:
+            return self._encode_choice(index, delta)
+        self._completion_tokens += len(delta.tokens)
+        before, after = around
+        return before + orjson.dumps(delta.text) + after
+
+    def end(self) -> list[Json]:
+        """The chunk with the usage, if the client asked for it."""
+        return [{**self._chunk([]), "usage": self._usage()}] if self._include_usage else []
+
+    def failed(self, error: ApiError) -> list[Json]:
+        return [error.body()]
+
+    def _chunk(self, choices: Sequence[Json]) -> Json:
+        chunk = {**self._head, "object": self.chunk_kind, "choices": choices}
+        if self._usage_in_chunks:
+            return {**chunk, "usage": self._usage()}
+        return {**chunk, "usage": None} if self._include_usage else chunk
+
+    def _whole_choices(self) -> list[_ChoiceT]:
+        """Counts the tokens of all answers that were generated."""
+        kept = [self._kept[number] for number in range(self._count)]
+        self._completion_tokens += sum(answer.tokens for answer in kept)
+        choices = []
+        for index, answer in enumerate(self._given(kept)):
+            choice = self._whole_choice(index, answer)
+            if self._token_ids:
+                choice["token_ids"] = answer.columns[_TOKEN_IDS]
+            choices.append(choice)
+        return choices
+
+    def _encode_choice(self, index: int, delta: Delta) -> bytes:
+        """As `encode_delta`. Of a chunk that has nothing but what `_text` returns, only that is made anew."""
+        if delta.finish_reason is not None or self._with_logprobs or self._token_ids or self._usage_in_chunks:
+            return super().encode_delta(index, delta)
+        self._completion_tokens += len(delta.tokens)
+        before, after = self._around_choice.get(index) or self._around(index)
+        text = orjson.dumps(self._text(index, delta))[1:]
+        if self._stays_plain(index):
+            opening, _, closing = orjson.dumps(self._plain(_TEXT))[1:].partition(orjson.dumps(_TEXT))
+            self._around_text[index] = before + opening, closing + after
+        return before + text + after
+
+    def _around(self, index: int) -> tuple[bytes, bytes]:
+        lines = self._encode_event(
+            self._chunk([{"index": index, "logprobs": None, "finish_reason": None, _TEXT: None}])
+        )
+        before, _, after = lines.partition(orjson.dumps({_TEXT: None})[1:])
+        self._around_choice[index] = before, after
+        return before, after
+
+    def _by_position(self, index: int, alternatives: int) -> PromptLogprobs:
+        """The log probabilities of the prompt of a choice."""
+        table = self._kept[self._prepared.first_choice(index)].prompt
+        assert table is not None, "they were asked for"
+        return Column(self._ranked_tokens(self._prepared.prompt_ids(index), table, alternatives))
+
+    def _ranked_tokens(
+        self, prompt_ids: Sequence[int], table: PromptLogprobTable, alternatives: int
+    ) -> Iterator[dict[str, RankedToken] | None]:
+        """vLLM's `prompt_logprobs`: for each position, by token id, the prompt's token and the likeliest ones."""
+        yield None
+        for token in prompt_tokens(prompt_ids, table, alternatives):
+            entries = [(token.token_id, token.logprob, token.rank)]
+            entries += [(i, logprob, rank) for rank, (i, logprob) in enumerate(token.top, 1) if i != token.token_id]
+            yield {
+                str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": self._tokenizer.piece(token_id)}
+                for token_id, logprob, rank in entries
+            }
+
+    def _usage(self) -> Usage:
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": self._prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._prepared.cached_tokens},
+        }
+
+    @abstractmethod
+    def _choice(self, index: int, delta: Delta) -> Any:
+        """A choice of a chunk, without token ids."""
+
+    @abstractmethod
+    def _whole_choice(self, index: int, kept: KeptAnswer) -> _ChoiceT:
+        """A choice of a whole answer, without token ids."""
+
+    @abstractmethod
+    def _text(self, index: int, delta: Delta) -> Json:
+        """Of a choice of a chunk, the text and what else depends on it."""
+
+    @abstractmethod
+    def _plain(self, text: str) -> Json:
+        """What `_text` returns for a text that is not empty and is rendered as it is."""
+
+    @abstractmethod
+    def _stays_plain(self, index: int) -> bool:
+        """Whether every text of a choice is rendered as it is from now on, up to the choice's last delta."""
+
+    def _given(self, kept: Sequence[KeptAnswer]) -> Sequence[KeptAnswer]:
+        """The answers that are given, of all that were generated."""
+        return kept
+
+    @abstractmethod
+    def _of_tokens(self, tokens: Sequence[Token]) -> dict[str, list[Any]]:
+        """Log probabilities: by name, what there is for each of these tokens."""
+
+
+class PromptToken(NamedTuple):
+    """A token of a prompt after the first. top: the likeliest tokens there, the likeliest first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+def prompt_tokens(prompt_ids: Sequence[int], table: PromptLogprobTable, alternatives: int) -> Iterator[PromptToken]:
+    """The tokens of a prompt after the first. alternatives: how many to report, at most as many as the table has."""
+    ints, floats = table.ints[:, : 1 + alternatives].tolist(), table.floats[:, : 1 + alternatives].tolist()
+    for token_id, (rank, *ids), (logprob, *logprobs) in zip(prompt_ids[1:], ints, floats, strict=True):
+        yield PromptToken(token_id, logprob, rank, list(zip(ids, logprobs, strict=True)))

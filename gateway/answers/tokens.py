@@ -1,0 +1,63 @@
+"""Answers about tokens, for which none is generated: /tokenize, /detokenize and /v1/messages/count_tokens.
+
+Threads render them: a long text takes long.
+"""
+
+from typing_extensions import TypedDict
+
+from gateway.completer import Completer
+from gateway.requests.chat import ChatCompletionRequest
+from gateway.requests.messages import CountTokensRequest
+from gateway.requests.tokens import DetokenizeRequest, TokenizeRequest
+
+
+class TokenCount(TypedDict):
+    """How many tokens a conversation has."""
+
+    input_tokens: int
+
+
+class Tokenized(TypedDict):
+    """The tokens of a text. count: how many. token_strs: as the vocabulary spells them, if asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(TypedDict):
+    """The text of tokens."""
+
+    prompt: str
+
+
+def count_tokens(request: CountTokensRequest, completer: Completer) -> TokenCount:
+    """Raises ApiError."""
+    with request.renaming():
+        token_ids, _ = completer.preparer.chat_prompt(request.generation(completer.field_policy))
+    return {"input_tokens": len(token_ids)}
+
+
+def tokenize(request: TokenizeRequest, completer: Completer) -> Tokenized:
+    """The tokens of a text or of a conversation. Raises ApiError."""
+    tokenizer = completer.tokenizer
+    if request.prompt is not None:
+        token_ids = tokenizer.encode(request.prompt, special_tokens=request.add_special_tokens is not False)
+    else:
+        chat = ChatCompletionRequest.model_construct(
+            messages=request.messages, tools=request.tools, chat_template_kwargs=request.chat_template_kwargs
+        )
+        token_ids, _ = completer.preparer.chat_prompt(chat, special_tokens=request.add_special_tokens is True)
+    return {
+        "count": len(token_ids),
+        "max_model_len": completer.context_length,
+        "tokens": token_ids,
+        "token_strs": tokenizer.spelled(token_ids) if request.return_token_strs else None,
+    }
+
+
+def detokenize(request: DetokenizeRequest, completer: Completer) -> Detokenized:
+    """The text of tokens, special ones included. Raises ApiError."""
+    completer.tokenizer.check_ids(request.tokens, "tokens")
+    return {"prompt": completer.tokenizer.decode(request.tokens)}

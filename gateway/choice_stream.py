@@ -1,0 +1,199 @@
+"""The answers of a request while they are generated: each one's tokens become deltas, and all are one stream."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+import structlog
+
+from base.metrics import Metrics
+from control.messages import Output
+from control.prompt_logprobs import PromptLogprobTable
+from gateway.attempt import Delta, DeltaSink
+from gateway.decode_client import DecodeClient
+from gateway.detokenizer import ChoiceText
+from gateway.errors import ApiError
+from gateway.held_answers import HeldBytes
+from gateway.preparer import PreparedRequest
+from gateway.tokenizer import CheckpointTokenizer
+
+log = structlog.get_logger(__name__)
+
+_T = TypeVar("_T")
+_QUEUED = 16
+"""Elements that streams may have ready before they are read."""
+
+
+class ChoiceStream:
+    """One answer of a request. Belongs to the gateway's event loop.
+
+    Choices of one prompt have the same log probabilities of its tokens, which are computed for the first of them alone.
+    Another one's first deltas wait for these, so all choices have to be read at the same time. Later deltas of it stay
+    in its attempt meanwhile, as those of any answer whose client is slow.
+    """
+
+    __slots__ = (
+        "_last",
+        "_metrics",
+        "_number",
+        "_prepared",
+        "_reason",
+        "_request",
+        "_shared_prompt",
+        "_text",
+        "_tokenizer",
+        "_tokens",
+        "_ttft",
+    )
+
+    def __init__(
+        self,
+        prepared: PreparedRequest,
+        number: int,
+        tokenizer: CheckpointTokenizer,
+        metrics: Metrics,
+        shared_prompt: asyncio.Future[PromptLogprobTable] | None,
+    ) -> None:
+        """shared_prompt: the log probabilities of the prompt of several choices; None if nothing is shared."""
+        self._prepared = prepared
+        self._number = number
+        self._request = prepared.tokenized[number]
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._shared_prompt = shared_prompt
+        self._text = self._new_text()
+        self._tokens = 0
+        self._ttft: float | None = None
+        """Seconds."""
+        self._last = 0.0
+        """When the last token arrived (time.monotonic)."""
+        self._reason = "cancelled"
+        """Why it ended. Nobody sets it when the client cancels."""
+
+    async def deltas(
+        self, client: DecodeClient, held: HeldBytes, sink: DeltaSink
+    ) -> AsyncGenerator[Sequence[Delta], None]:
+        """Its deltas, as many as are there, but for those that the sink takes. held: counts those that wait here.
+
+        Raises ApiError. Closing it early cancels the request.
+        """
+        request = self._request
+        log.info(
+            "request arrived",
+            request_id=request.request_id,
+            prompt_tokens=len(request.prompt_ids),
+            max_new_tokens=request.generate.max_new_tokens,
+        )
+        try:
+            async with aclosing(client.stream(request, self._read, held, sink)) as answer:
+                async for deltas in answer:
+                    if deltas[-1].finish_reason is not None:
+                        self._reason = deltas[-1].finish_reason
+                        # The node does not know stop strings: closing the stream makes it stop.
+                        await answer.aclose()
+                    yield deltas if self._shared_prompt is None else await _with_prompt(deltas, self._shared_prompt)
+        except Exception as error:
+            self._reason = (isinstance(error, ApiError) and error.code) or "error"
+            raise
+        finally:
+            self._metrics.requests_finished.labels(reason=self._reason).inc()
+            log.info(
+                "request finished",
+                request_id=request.request_id,
+                reason=self._reason,
+                tokens=self._tokens,
+                ttft_s=None if self._ttft is None else round(self._ttft, 4),
+                seconds=round(time.monotonic() - request.arrived, 4),
+            )
+
+    def _new_text(self) -> ChoiceText:
+        options = self._prepared.text
+        return ChoiceText(self._tokenizer.detokenizer(options.skipped), options)
+
+    def _read(self, output: Output) -> Delta:
+        if output.start == 0:
+            self._text = self._new_text()
+            self._prepared.cached[self._number] = output.cached_tokens
+            self._tokens = 0
+        delta = self._text.push(output)
+        if tokens := len(delta.tokens):
+            now = time.monotonic()
+            if self._ttft is None:
+                self._ttft = now - self._request.arrived
+                self._metrics.ttft.observe(self._ttft)
+            else:
+                for _ in range(tokens):
+                    self._metrics.inter_token.observe((now - self._last) / tokens)
+            self._last = now
+            self._tokens += tokens
+        return delta
+
+
+async def _with_prompt(deltas: Sequence[Delta], shared: asyncio.Future[PromptLogprobTable]) -> Sequence[Delta]:
+    """The deltas of a choice, the first of all with what is shared, which one choice brings."""
+    first, *others = deltas
+    if first.prompt is not None and not shared.done():
+        shared.set_result(first.prompt)
+    return [first._replace(prompt=await shared), *others] if first.first else deltas
+
+
+def choice_streams(
+    prepared: PreparedRequest,
+    tokenizer: CheckpointTokenizer,
+    metrics: Metrics,
+    client: DecodeClient,
+    held: HeldBytes,
+    sink: DeltaSink | None,
+) -> AsyncGenerator[tuple[int, Sequence[Delta]], None]:
+    """The deltas of all answers, with the number of the answer. Raises ApiError. Closing it early cancels the request.
+
+    held: counts deltas that nobody has taken yet. sink: takes deltas if there is one answer only.
+    """
+    count, per_prompt = len(prepared.tokenized), prepared.request.computed_choices
+    shared: list[asyncio.Future[PromptLogprobTable] | None] = [None] * count
+    if prepared.shares_prompt_logprobs:
+        for start in range(0, count, per_prompt):
+            shared[start : start + per_prompt] = [asyncio.get_running_loop().create_future()] * per_prompt
+    only = sink if sink is not None and count == 1 else DeltaSink()
+    choices = [ChoiceStream(prepared, number, tokenizer, metrics, shared[number]) for number in range(count)]
+    return _merged([choice.deltas(client, held, only) for choice in choices])
+
+
+async def _merged(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[tuple[int, _T], None]:
+    """What the streams yield, as it comes, with the index of the stream.
+
+    The first error of any stream ends all; so does closing this one early. Then all streams are closed.
+    """
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for element in only:
+                yield 0, element
+        return
+    ready: asyncio.Queue[tuple[int, _T] | Exception | None] = asyncio.Queue(_QUEUED)
+
+    async def read(index: int, stream: AsyncGenerator[_T, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for element in stream:
+                    await ready.put((index, element))
+            await ready.put(None)
+        except Exception as error:
+            await ready.put(error)
+
+    reading = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        open_streams = len(streams)
+        while open_streams:
+            match await ready.get():
+                case None:
+                    open_streams -= 1
+                case Exception() as error:
+                    raise error
+                case (index, element):
+                    yield index, element
+    finally:
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)

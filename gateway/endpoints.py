@@ -1,0 +1,96 @@
+"""The endpoints of the API, a line each: the HTTP routes and /openapi.json are made of this table.
+
+A new endpoint is a request body (`gateway.requests`), an answer with its renderer (`gateway.answers`), and a line here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from gateway.answers.chat import ChatAnswer, ChatCompletion
+from gateway.answers.completions import Completion, CompletionAnswer
+from gateway.answers.messages import Message, MessageAnswer
+from gateway.answers.models import ModelCard, ModelList, list_models, one_model
+from gateway.answers.responses import Response, ResponseAnswer
+from gateway.answers.streamed import Json, StreamedAnswer
+from gateway.answers.tokens import Detokenized, TokenCount, Tokenized, count_tokens, detokenize, tokenize
+from gateway.preparer import GenerationBody
+from gateway.requests.body import RequestBody
+from gateway.requests.chat import ChatCompletionRequest
+from gateway.requests.completions import CompletionRequest
+from gateway.requests.messages import CountTokensRequest, MessagesRequest
+from gateway.requests.responses import ResponsesRequest
+from gateway.requests.tokens import DetokenizeRequest, TokenizeRequest
+from service.status import Health, Ready, Version
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """answer: the TypedDict of a whole answer; None: text. Clients need a key, where this gateway has keys."""
+
+    needs_key: ClassVar = True
+
+    path: str
+    summary: str
+    answer: type[Any] | None
+
+
+@dataclass(frozen=True)
+class Status(Endpoint):
+    """GET, served by `service.status`: for probes and scrapes, which have no key."""
+
+    needs_key = False
+
+
+@dataclass(frozen=True)
+class Reads(Endpoint):
+    """GET. render: called with the Completer and the path's parameters."""
+
+    render: Callable[..., Json]
+
+
+@dataclass(frozen=True)
+class Computes(Endpoint):
+    """POST, without generating. render: called on a thread with the body and the Completer."""
+
+    body: type[RequestBody]
+    render: Callable[..., Json]
+
+
+@dataclass(frozen=True)
+class Generates(Endpoint):
+    """POST. id_prefix: what ids of answers begin with."""
+
+    body: type[GenerationBody]
+    renderer: type[StreamedAnswer]
+    id_prefix: str
+
+
+ENDPOINTS: tuple[Endpoint, ...] = (
+    Status("/health", "Whether the process runs", Health),
+    Status("/ready", "Whether requests can be served", Ready),
+    Status("/version", "Versions", Version),
+    Status("/metrics", "Metrics for Prometheus", None),
+    Reads("/v1/models", "The models that are served", ModelList, list_models),
+    Reads("/v1/models/{model}", "One model", ModelCard, one_model),
+    Generates("/v1/completions", "Continue prompts", Completion, CompletionRequest, CompletionAnswer, "cmpl-"),
+    Generates(
+        "/v1/chat/completions", "Answer a conversation", ChatCompletion, ChatCompletionRequest, ChatAnswer, "chatcmpl-"
+    ),
+    Generates(
+        "/v1/responses",
+        "Answer a conversation, in OpenAI's newer form",
+        Response,
+        ResponsesRequest,
+        ResponseAnswer,
+        "resp_",
+    ),
+    Generates(
+        "/v1/messages", "Answer a conversation, in Anthropic's form", Message, MessagesRequest, MessageAnswer, "msg_"
+    ),
+    Computes(
+        "/v1/messages/count_tokens", "Count a conversation's tokens", TokenCount, CountTokensRequest, count_tokens
+    ),
+    Computes("/tokenize", "Tokens of a text or of a conversation", Tokenized, TokenizeRequest, tokenize),
+    Computes("/detokenize", "Text of tokens", Detokenized, DetokenizeRequest, detokenize),
+)

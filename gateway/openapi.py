@@ -1,0 +1,107 @@
+"""The API's description, /openapi.json: made of the table of endpoints."""
+
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+
+from base.version import VERSION
+from gateway.endpoints import ENDPOINTS, Computes, Endpoint, Generates
+from gateway.errors import AnthropicError, Error, is_anthropic
+from service.status import NotReady
+
+Json = dict[str, Any]
+
+_EVENT: Json = {
+    "description": "Each event of a stream. data: JSON, or [DONE] at the end. event: its type, where types are named.",
+    "type": "object",
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "required": ["data"],
+    "additionalProperties": False,
+}
+_GUARDED = {
+    401: "The API key is missing or wrong",
+    413: "The body is too large",
+    429: "The gateway serves as much as it may: try again later",
+    500: "Something failed: try again",
+}
+_GENERATES = {403: "The client may not go before others (`priority`)"}
+_FAILURES = {
+    400: "Something in the request is wrong; the message names it",
+    404: "There is no such model",
+    503: "The service cannot take the request now",
+    504: "The request took too long",
+}
+
+
+def document() -> Json:
+    """The API's description in OpenAPI 3.1."""
+    models: list[type[Any]] = [Error, AnthropicError, NotReady]
+    models += [endpoint.answer for endpoint in ENDPOINTS if endpoint.answer is not None]
+    models += [endpoint.body for endpoint in ENDPOINTS if isinstance(endpoint, Computes | Generates)]
+    mode: Literal["validation"] = "validation"
+    references, definitions = TypeAdapter.json_schemas(
+        [(model.__name__, mode, TypeAdapter(model)) for model in models],
+        ref_template="#/components/schemas/{model}",
+    )
+    schemas: Json = definitions["$defs"]
+    for schema in schemas.values():
+        # Bodies say that they allow more. Answers have exactly what is declared.
+        schema.setdefault("additionalProperties", False)
+
+    def content(model: type[Any]) -> Json:
+        return {"application/json": {"schema": dict(references[model.__name__, mode])}}
+
+    def refused(path: str, statuses: dict[int, str]) -> Json:
+        error = content(AnthropicError if is_anthropic(path) else Error)
+        return {str(status): {"description": text, "content": error} for status, text in statuses.items()}
+
+    def operation(endpoint: Endpoint) -> Json:
+        path, answer = endpoint.path, endpoint.answer
+        text: Json = {"text/plain": {"schema": {"type": "string"}}}
+        answered: Json = {
+            "description": endpoint.summary if answer is None else answer.__doc__,
+            "content": text if answer is None else content(answer),
+        }
+        responses: Json = {"200": answered}
+        posts = isinstance(endpoint, Computes | Generates)
+        described: Json = {
+            "summary": endpoint.summary,
+            "operationId": _name("post" if posts else "get", path),
+            "responses": responses,
+        }
+        if not endpoint.needs_key:
+            described["security"] = []
+        else:
+            responses |= refused(path, _GUARDED)
+        if isinstance(endpoint, Computes | Generates):
+            responses |= refused(path, _FAILURES)
+            described["requestBody"] = {"required": True, "content": content(endpoint.body)}
+        if isinstance(endpoint, Generates):
+            responses |= refused(path, _GENERATES)
+            answered["content"]["text/event-stream"] = {"schema": _EVENT}
+        if path == "/ready":
+            responses["503"] = {"description": NotReady.__doc__, "content": content(NotReady)}
+        if "{model}" in path:
+            responses |= refused(path, {404: _FAILURES[404]})
+            of_path = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+            described["parameters"] = [of_path]
+        return {"post" if posts else "get": described}
+
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "hisparse-pd", "version": VERSION},
+        "paths": {endpoint.path: operation(endpoint) for endpoint in sorted(ENDPOINTS, key=lambda each: each.path)},
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+        # A gateway without keys lets everyone in.
+        "security": [{"bearer": []}, {"key": []}, {}],
+    }
+
+
+def _name(method: str, path: str) -> str:
+    return "_".join([method, *(part.strip("{}") for part in path.split("/") if part not in ("", "v1"))])

@@ -1,1 +1,0 @@
-"""The API's description: /openapi.json."""

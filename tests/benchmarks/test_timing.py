@@ -1,0 +1,83 @@
+"""What is timed, and what of it belongs to what."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import disturbance
+from benchmarks.disturbance import Disturbance, warning
+from benchmarks.grammar.steps import GrammarSteps, PairedTimes, StepTimes
+from benchmarks.kernel_times import exclusive_times
+from benchmarks.overlap.node import LONG_GAP_US, gaps
+from control.grammar import TextChoice
+from tests.engine.grammar.small import PADDED, compiled, encode
+
+
+def test_what_is_not_ones_own_is_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, machine, own = [100.0], [1000.0], [50.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(disturbance, "_machine_seconds", lambda: machine[0])
+    monkeypatch.setattr(disturbance, "_own_seconds", lambda: own[0])
+    measured = Disturbance()
+    clock[0], machine[0], own[0] = 110.0, 1018.0, 53.0
+    assert measured.cores() == pytest.approx(1.5)
+
+
+def test_little_is_not_mentioned() -> None:
+    assert warning(0.05) is None
+    assert warning(0.5) is not None
+
+
+US = 1000
+LONG = round(LONG_GAP_US * US)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "all_and_long"),
+    [
+        ([(0, 5 * US), (6 * US, 10 * US), (10 * US + 2 * LONG, 11 * US + 2 * LONG)], (1 * US + 2 * LONG, 2 * LONG)),
+        ([(0, 50 * US), (10 * US, 20 * US), (30 * US, 40 * US), (51 * US, 60 * US)], (1 * US, 0)),  # side by side
+    ],
+)
+def test_gaps_between_kernels_are_added_up(kernels: list[tuple[int, int]], all_and_long: tuple[int, int]) -> None:
+    assert gaps(kernels) == all_and_long
+
+
+@pytest.mark.slow
+def test_the_host_alone_is_measured_without_a_device(tmp_path: Path) -> None:
+    flags = ["--host-only", "--device", "cpu", "--tokens", "20", "--batch", "1", "--batch", "3"]
+    command = [sys.executable, "-m", "benchmarks.overlap", *flags, "--json", str(tmp_path / "out.json")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert run.returncode == 0, run.stderr
+    records = json.loads((tmp_path / "out.json").read_text())["records"]
+    assert [record["batch"] for record in records] == [1, 3]
+    for record in records:
+        assert 0 < record["host_ms"] < record["step_ms"]
+        assert record["kernels"] == 0
+
+
+def test_the_median_of_pairs_knows_nothing_of_the_speed_of_the_moment() -> None:
+    free = [StepTimes(ms, ms) for ms in (10.0, 10.0, 60.0, 10.0, 70.0)]
+    bound = [StepTimes(1.05 * step.ms, 2 * step.processor_ms) for step in free]
+    pairs = PairedTimes(free, bound)
+    assert pairs.cells(lambda step: step.ms) == ["10.00", "10.50", "+5.0%", "+5.0% to +5.0%"]
+    assert pairs.cells(lambda step: step.processor_ms)[2] == "+100.0%"
+
+
+def test_a_kernel_that_waits_for_the_one_before_counts_from_its_end() -> None:
+    ran = [(10.0, 14.0, "second"), (0.0, 12.0, "first"), (11.0, 11.5, "hidden"), (20.0, 21.0, "later")]
+    assert exclusive_times(ran) == [("first", 0.012), ("second", 0.002), ("hidden", 0.0), ("later", 0.001)]
+
+
+def test_answers_that_end_begin_again() -> None:
+    grammar = compiled(TextChoice(options=("yes", "no")))
+    steps = GrammarSteps(3, PADDED, layers=1, hidden_size=16, device=torch.device("cpu"), threads=1)
+    pairs = steps.compare(grammar, encode("yes"), steps=5)
+    steps.close()
+    assert len(pairs.free) == len(pairs.bound) == 3
+    assert all(step.ms > 0 for step in (*pairs.free, *pairs.bound))
