@@ -24,12 +24,9 @@ from benchmarks.graph_timing import Work, copy_gb_per_s, median_us
 from benchmarks.machine import this_machine
 from benchmarks.program import run
 from kernels import torch_ops
-from kernels.attention import TorchBackend
-from kernels.dispatch import triton_backend
-from kernels.operands import IndexQueries, LayerNorm, RmsNorm, Rope
-from kernels.ops import AttentionBackend
-from kvcache.format import DenseFormat
-from kvcache.fp8_format import Fp8Format
+from kernels.attention import AttentionBackend, triton_backend
+from kernels.operands import IndexQueries, LayerNorm, PagedKeys, RmsNorm, Rope
+from kvcache.format import DenseFormat, Fp8Format
 
 SCHEMA = 3
 LATENT_DIM, ITEM_DIM, TOPK = 512, 576, 2048
@@ -155,7 +152,7 @@ def cases(context_length: int) -> Iterator[Made]:
 
 def backends() -> dict[str, AttentionBackend]:
     """What each column attends and selects with."""
-    return {"torch": TorchBackend(DENSE), "triton": triton_backend(DENSE), "fp8": triton_backend(FP8)}
+    return {"torch": AttentionBackend(DENSE), "triton": triton_backend(DENSE), "fp8": triton_backend(FP8)}
 
 
 def attend_case(name: str, heads: int, queries: int, graph: bool) -> Case:
@@ -185,16 +182,6 @@ def attend_case(name: str, heads: int, queries: int, graph: bool) -> Case:
 
 
 @dataclass(frozen=True)
-class _Pages:
-    """`PagedKeys` as a recorded step has them: the host does not know the lengths."""
-
-    keys: torch.Tensor
-    page_table: torch.Tensor
-    seq_lens: torch.Tensor
-    lengths: None = None
-
-
-@dataclass(frozen=True)
 class Sequences:
     """Requests of one length, whose index keys lie in shuffled pages; a page table for each turn."""
 
@@ -220,8 +207,8 @@ class Sequences:
             seq_lens=torch.full((batch,), context_length),
         )
 
-    def pages(self, column: str, turn: int) -> _Pages:
-        return _Pages(self.keys[column], self.tables[turn], self.seq_lens)
+    def pages(self, column: str, turn: int) -> PagedKeys:
+        return PagedKeys(self.keys[column], self.tables[turn], self.seq_lens)
 
 
 def decode_selection_case(name: str, batch: int, context_length: int) -> Case:

@@ -30,15 +30,12 @@ from kernels.fp8 import FP8, blocks
 from kernels.operands import BlockFp8
 from model.checkpoint import INDEX_FILE
 from model.config import network_config
-from model.families import ShapeName
-from model.linear import Linear
+from model.families import ShapeName, published_config
 from model.loader import load_model, read_spec
 from model.network import Network
-from model.shapes import published_config
 from model.stored_weights import SCALES
-from model.tiny import write_without_weights
-from model.tiny_fp8 import quantization_config
-from model.weights import FP8_COLUMNS, Parts, Weights
+from model.tiny import quantization_config, write_without_weights
+from model.weights import FP8_COLUMNS, Linear, Parts, Weights
 
 _SHARD_BYTES = 4 << 30
 _RANDOM_BYTES = 64 << 20

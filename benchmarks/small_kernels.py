@@ -19,7 +19,7 @@ from base.errors import StartupError
 from benchmarks.graph_timing import Work, copy_gb_per_s, median_us
 from benchmarks.program import run
 from kernels.operands import IndexQueries, LayerNorm, PartialSums, Rope, RouterConfig
-from kvcache.fp8_format import Fp8Format
+from kvcache.format import Fp8Format
 
 HIDDEN, EXPERTS, HEADS, DIM = 7168, 256, 64, 128
 TOKENS = (1, 8, 16, 128)

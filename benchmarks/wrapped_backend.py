@@ -2,14 +2,15 @@
 
 import torch
 
+from kernels.attention import AttentionBackend
 from kernels.operands import IndexQueries, LayerNorm, PagedKeys, RmsNorm, Rope
-from kernels.ops import AttentionBackend
 
 
-class WrappedBackend:
-    """Attends and selects as `inner` does; see AttentionBackend."""
+class WrappedBackend(AttentionBackend):
+    """Attends and selects as `inner` does."""
 
     def __init__(self, inner: AttentionBackend) -> None:
+        super().__init__(inner.format)
         self.name = inner.name
         self.inner = inner
 

@@ -163,7 +163,7 @@ def tiny_model(
 ) -> None:
     """Write a complete random checkpoint, to try things out with, or the directory for a model with dummy weights."""
     from kernels.operands import BlockFp8
-    from model.shapes import published_config
+    from model.families import published_config
     from model.tiny import write_tiny_checkpoint, write_without_weights
     from model.tiny_tokenizer import BYTE_VOCAB_SIZE
 

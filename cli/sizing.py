@@ -19,8 +19,8 @@ from hisparse.config import HiSparseConfig
 from hisparse.sizing import GIB, Sizes, plan_sizes
 from kvcache.block_cache import BLOCK_BYTES
 from model.config import network_config
+from model.families import published_config
 from model.roofline import RankModel, StepPart, Works, work_of_chunk, work_of_step
-from model.shapes import published_config
 
 _PAGE = 64
 _PLENTY_GIB = 2.0**20

@@ -16,8 +16,8 @@ from hisparse.coordinator import HiSparseCoordinator
 from hisparse.sizing import Sizes, describe, plan_sizes
 from kvcache.host_pool import HostKVPool
 from kvcache.paged_pool import PagedKVPool
+from model.config import ModelSpec
 from model.sparse_model import SparseModel
-from model.spec import ModelSpec
 from ranks.group import Ranks
 from transfer.memory import SharedMemory
 from transfer.transports import Transports

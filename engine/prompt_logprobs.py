@@ -7,7 +7,7 @@ import torch
 
 from control.prompt_logprobs import PromptLogprobs
 from engine.device import Download
-from model.logprobs import TokenLogprobs
+from model.sparse_model import TokenLogprobs
 
 
 @dataclass(frozen=True)

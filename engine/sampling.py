@@ -17,8 +17,8 @@ import torch
 from control.messages import Sampling, Token
 from engine.adjustments import adjusts
 from engine.grammar.masks import few_allowed, masked
-from kernels.dispatch import ops_on
 from kernels.operands import Threshold
+from kernels.ops import ops_on
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from base.errors import StartupError
 from hisparse.device_pool import DeviceKVPool
 from hisparse.residency import Residency
 from hisparse.swap_in import StepBatch, SwapInBackend, SwapInCounters, SwapInPlan
-from kernels.copy_items import ItemCopier, are_aligned
+from kernels.copy_items import are_aligned, copy_items, copy_kernel
 from kernels.launch import DeviceKernel, reads_registered_memory, shared_memory_limit
 from kernels.swap_in import IndexType, SwapInParams, SwapInSpecialization, default_block_size, seen_bits
 from kvcache.host_pool import HostKVPool
@@ -57,9 +57,8 @@ class CudaSwapIn(SwapInBackend):
         self.block_size = block_size or default_block_size(top_k)
         self._counters = torch.zeros(4, dtype=torch.int64, device=self._on)
         self._reading = torch.cuda.Stream(self._on)  # type: ignore[no-untyped-call]
-        self._copier = ItemCopier(self._on)
-        self._copier.kernel(host.kv, device.kv)
-        self._copier.kernel(host.index_keys, self.device_index_keys)
+        for pools in ((host.kv, device.kv), (host.index_keys, self.device_index_keys)):
+            copy_kernel(self._on, pools[0].shape[-1], are_aligned(*pools))
         self._kernels: dict[tuple[torch.dtype, torch.dtype], DeviceKernel] = {}
         self._clusters: dict[int, int] = self._kernel(torch.int64, torch.int64).cluster_sizes()
         self._params = [self._static_params(index_layer) for index_layer in range(self._layout.num_index_layers)]
@@ -109,7 +108,7 @@ class CudaSwapIn(SwapInBackend):
         assert isinstance(plan, CudaSwapInPlan)
         if layer == plan.fetched_layer:
             return
-        self._copier.copy(
+        copy_items(
             self.host.kv[layer, None],
             self.device.kv[layer, None],
             plan.miss_host_slots,
@@ -133,7 +132,7 @@ class CudaSwapIn(SwapInBackend):
     def _copy(
         self, source: torch.Tensor, target: torch.Tensor, from_slots: torch.Tensor, to_slots: torch.Tensor
     ) -> None:
-        self._copier.copy(source, target, from_slots, to_slots)
+        copy_items(source, target, from_slots, to_slots)
 
     def _check(self, rows: torch.Tensor, newest: torch.Tensor, positions: torch.Tensor) -> tuple[int, int]:
         """The batch and k of a launch. Raises ValueError for what the kernel cannot read."""

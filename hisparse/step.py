@@ -6,6 +6,7 @@ import torch
 
 from hisparse.device_pool import DeviceKVPool
 from hisparse.swap_in import StepBatch, SwapInBackend, SwapInPlan
+from kernels.operands import PagedKeys
 from kvcache.host_pool import HostKVPool
 
 
@@ -15,21 +16,6 @@ class StepError(RuntimeError):
 
 class SwapInMismatchError(RuntimeError):
     """A selected position is not where swap-in said it is: invariant 2 is broken."""
-
-
-@dataclass(frozen=True)
-class IndexPages:
-    """Paged index keys of a decode batch in one index layer.
-
-    keys: uint8 [num_pages, page_size, index_key_bytes]. page_table: int64 [batch, max_pages]; entries past a row's
-    length are arbitrary valid pages. seq_lens: int64 [batch], counting the newest token, 0 for padding. lengths: the
-    same on the host, None where only the device knows them.
-    """
-
-    keys: torch.Tensor
-    page_table: torch.Tensor
-    seq_lens: torch.Tensor
-    lengths: tuple[int, ...] | None
 
 
 @dataclass(eq=False)
@@ -79,9 +65,9 @@ class DecodeStep:
         """Store the new tokens' index keys of one index layer, uint8 [batch, index_key_bytes]."""
         self.backend.store(keys, self.backend.device_index_keys[index_layer], self.batch.newest_index_rows)
 
-    def index_pages(self, index_layer: int) -> IndexPages:
+    def index_pages(self, index_layer: int) -> PagedKeys:
         """The index keys to score against, new tokens included."""
-        return IndexPages(self.backend.device.index_keys[index_layer], self._page_table, self.seq_lens, self.lengths)
+        return PagedKeys(self.backend.device.index_keys[index_layer], self._page_table, self.seq_lens, self.lengths)
 
     def swap_in(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """Make the positions that a layer selected resident, and return their device slots.

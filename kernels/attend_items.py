@@ -2,14 +2,13 @@
 an online softmax."""
 
 import ctypes
-import functools
 import struct
 from dataclasses import dataclass
 
 import torch
 
-from kernels.fp8_kv import PUBLISHED, SCALED_TOGETHER
-from kernels.launch import DeviceKernel
+from kernels.kv_format import PUBLISHED, SCALED_TOGETHER
+from kernels.launch import kernel_on
 from kernels.specialization import Specialization, params_of
 
 TILE_HEADS = 64
@@ -46,11 +45,14 @@ class AttendSpecialization(Specialization):
         }
 
 
+_KERNEL = AttendSpecialization()
+
+
 @dataclass(frozen=True)
 class ItemsToAttend:
     """What the kernel reads and writes, all on one CUDA device, contiguous.
 
-    queries: bfloat16 [N, heads, 576]. items: uint8 [M, 656], see `kernels.fp8_kv`, M below 2**31. rows: int64
+    queries: bfloat16 [N, heads, 576]. items: uint8 [M, 656], see `kernels.kv_format`, M below 2**31. rows: int64
     [N, k], -1 for none. partial: bfloat16 or float32 [N, heads, splits, 512], of each split of `rows_per_split` rows,
     a multiple of 64, the mean latent by the split's own weights. log_sums: float32 [N, heads, splits], the base-2
     logarithms of the sums of those weights. scale: of scores, in units of log2(e).
@@ -72,8 +74,7 @@ class ItemsToAttend:
 def attend_items(given: ItemsToAttend) -> None:
     """Launch the kernel. The first call for a device loads it."""
     with torch.cuda.device(given.queries.device):
-        kernel = _on_device(given.queries.device)
-        kernel.launch(launch_params(given), given.grid)
+        kernel_on(given.queries.device, _KERNEL).launch(launch_params(given), given.grid)
 
 
 def launch_params(given: ItemsToAttend) -> ctypes.Structure:
@@ -90,9 +91,3 @@ def launch_params(given: ItemsToAttend) -> ctypes.Structure:
         rows_per_split=given.rows_per_split,
         scale=struct.unpack("I", struct.pack("f", given.scale))[0],
     )
-
-
-@functools.cache
-def _on_device(device: torch.device) -> DeviceKernel:
-    """The kernel of a device, loaded once."""
-    return DeviceKernel(AttendSpecialization(), device)

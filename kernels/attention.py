@@ -1,4 +1,4 @@
-"""Attention backends: which of them a node runs, and the one in plain torch.
+"""Attention backends: the one in plain torch, and where that of Triton comes from.
 
 The torch backend runs anywhere, and in float32 selects what transformers selects.
 
@@ -7,86 +7,19 @@ the row. To select the same positions as the reference, a row has the length tha
 query of the prompt, the sequence so far for a decoded token.
 """
 
-import importlib
-from typing import Literal, Protocol
-
-import structlog
 import torch
 
-from base.errors import StartupError
-from kernels.dispatch import ops_for, triton_backend, triton_unavailable_reason
+from kernels.kv_format import KVFormat
 from kernels.operands import IndexQueries, LayerNorm, PagedKeys, RmsNorm, Rope
-from kernels.ops import AttentionBackend, KVCodec
-
-log = structlog.get_logger(__name__)
-
-BackendName = Literal["auto", "triton", "torch"]
-_MIN_INDEX_DIM = 16
-"""The least that a tensor core multiplies in fp8."""
+from kernels.ops import ops_for
 
 
-class AttentionShapes(Protocol):
-    """What a backend has to fit, see `model.spec.ModelSpec`."""
+def triton_backend(kv_format: KVFormat) -> "AttentionBackend":
+    """Attention by Triton. Raises ImportError where what compiles csrc/ is missing."""
+    from kernels.triton.attention import Fp8TritonBackend, TritonBackend
 
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def kv_format(self) -> KVCodec: ...
-
-    @property
-    def latent_dim(self) -> int: ...
-
-    @property
-    def item_dim(self) -> int: ...
-
-    @property
-    def index_dim(self) -> int: ...
-
-
-def choose_backend(name: BackendName, device: torch.device, shapes: AttentionShapes) -> AttentionBackend:
-    """The backend called `name`; `auto` is triton for bfloat16 on CUDA where it can run, else torch.
-
-    float32 is for reproducing the reference token by token, which takes the order in which torch breaks ties among
-    index scores. Raises StartupError for a backend that cannot run this model on this device.
-    """
-    if name == "torch" or (name == "auto" and not (device.type == "cuda" and shapes.dtype == torch.bfloat16)):
-        return TorchBackend(shapes.kv_format)
-    reason = _triton_reason(device, shapes)
-    if reason is None:
-        return triton_backend(shapes.kv_format)
-    if name == "triton":
-        raise StartupError(f"--attention-backend triton {reason}; give --attention-backend torch or auto")
-    log.warning("attention is computed by torch, which is slower", why=f"triton {reason}")
-    return TorchBackend(shapes.kv_format)
-
-
-def _triton_reason(device: torch.device, shapes: AttentionShapes) -> str | None:
-    """Why the Triton backend cannot compute this model on this device; None if it can."""
-    if device.type != "cuda":
-        return f"runs on CUDA devices, not on {device}"
-    if reason := triton_unavailable_reason():
-        return reason
-    try:
-        importlib.import_module("kernels.top_k")
-    except ImportError as error:
-        return f"needs {error.name}, which compiles its top-k kernel: install hisparse-pd[kernels]"
-    if shapes.kv_format.fp8_layout:
-        if shapes.dtype != torch.bfloat16:
-            return f"reads fp8 KV in bfloat16 models, not in {shapes.dtype}"
-        if shapes.index_dim < _MIN_INDEX_DIM:
-            return f"reads fp8 index keys with an index_head_dim of {_MIN_INDEX_DIM} or more, not {shapes.index_dim}"
-    elif shapes.kv_format.name != (computed := str(shapes.dtype).removeprefix("torch.")):
-        return f"reads KV of the type that it computes in, {computed}, or fp8_e4m3, not {shapes.kv_format.name}"
-    # What the registers and the shared memory of one program of the Triton kernels hold.
-    for what, size, limit in (
-        ("kv_lora_rank", shapes.latent_dim, 512),
-        ("qk_rope_head_dim", shapes.item_dim - shapes.latent_dim, 64),
-        ("index_head_dim", shapes.index_dim, 128),
-    ):
-        if size > limit:
-            return f"takes a {what} of at most {limit}, not {size}"
-    return None
+    layout = kv_format.fp8_layout
+    return TritonBackend(kv_format) if layout is None else Fp8TritonBackend(kv_format, layout)
 
 
 CPU_BLOCK_BYTES = 8 << 20
@@ -96,25 +29,42 @@ GPU_BLOCK_BYTES = 64 << 20
 """The same on a GPU, so that memory is linear in the length of the context."""
 
 
-class TorchBackend:
-    """Gathers rows and multiplies them; scores each sequence on its own. See `kernels.ops.AttentionBackend`."""
+class AttentionBackend:
+    """The part of sparse attention that depends on how KV is stored. Stateless and deterministic.
+
+    This is the one in plain torch: it gathers rows and multiplies them, and scores each sequence on its own.
+    """
 
     name = "torch"
 
-    def __init__(self, kv_format: KVCodec) -> None:
+    def __init__(self, kv_format: KVFormat) -> None:
         self.format = kv_format
 
     def encode_items(self, compressed: torch.Tensor, norm: RmsNorm, rope: Rope) -> torch.Tensor:
+        """Items as pools store them, uint8 [N, item_bytes].
+
+        compressed: [N, latent_dim + rope_dim], what `kv_a_proj_with_mqa` computes. norm: of the latent.
+        """
         return self.format.encode_items(items_of(compressed, norm, rope))
 
     def encode_index_keys(
         self, projected: torch.Tensor, norm: LayerNorm, rope: Rope, interleaved: bool
     ) -> torch.Tensor:
+        """Index keys as pools store them, uint8 [N, index_key_bytes].
+
+        projected: [N, index_dim], what `wk` computes. interleaved: see `Ops.rotate`.
+        """
         return self.format.encode_index_keys(index_keys_of(projected, norm, rope, interleaved))
 
     def attend_rows(
         self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
     ) -> torch.Tensor:
+        """Attend each query to its own rows of a pool.
+
+        queries: [N, heads, item_dim]. kv: uint8 [num_rows, item_bytes]. rows: int64 [N, k], -1 where there is none. The
+        first row of a query exists, unless it has no rows at all; then its result is finite and meaningless. Returns
+        the attended latents, [N, heads, latent_dim], in the dtype of the queries.
+        """
         block = _queries_at_once(rows.shape[1] * queries.shape[2] * queries.element_size(), queries.device)
         attended = [
             self._attend_block(queries[begin : begin + block], kv, rows[begin : begin + block], scaling, latent_dim)
@@ -125,7 +75,13 @@ class TorchBackend:
     def select_for_prompt(
         self, index: IndexQueries, keys: torch.Tensor, start: int, sequence_length: int, topk: int
     ) -> torch.Tensor:
-        """k is min(topk, sequence_length)."""
+        """Select for the T queries at positions [start, start + T) of a prompt.
+
+        keys: uint8 [start + T, index_key_bytes], of all positions so far. Returns int64 positions [T, k] in any order,
+        where k is at least min(topk, start + T) and at most topk; -1 where a query has fewer positions before it.
+
+        In plain torch k is min(topk, sequence_length).
+        """
         index, num_keys = self._stored_as_keys(index), len(keys)
         # A product of columns that lie one after the other takes a CPU two thirds of the time.
         keys = self.format.index_keys(keys).float().t().contiguous().t()
@@ -143,8 +99,14 @@ class TorchBackend:
         return torch.cat(selections)
 
     def select_for_decode(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
-        """Scores each row over exactly its own length, where the host knows it; k is min(topk, longest sequence), or 1
-        where all are padding. Else scores over all that the page table has room for; k is the least of topk and that.
+        """Select for one query of each request of a batch, over the request's whole sequence.
+
+        Returns int64 positions [batch, k] in any order, where k is at least min(topk, longest sequence) and 1, and at
+        most topk; -1 where a sequence is shorter. Where `pages.lengths` is None nothing waits for the device.
+
+        In plain torch each row is scored over exactly its own length, where the host knows it, and k is min(topk,
+        longest sequence), or 1 where all are padding. Else scores are over all that the page table has room for, and k
+        is the least of topk and that.
         """
         index = self._stored_as_keys(index)
         if pages.lengths is None:

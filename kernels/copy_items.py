@@ -1,10 +1,11 @@
 """Copying items between the tiers by lists of slots, with csrc/copy_items.cu."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
-from kernels.launch import DeviceKernel
+from kernels.launch import DeviceKernel, processors
 from kernels.specialization import VECTOR_BYTES, Specialization, params_of
 
 CopyItemsParams = params_of("copy_items.cu", "CopyItemsParams")
@@ -29,56 +30,43 @@ def are_aligned(*pools: torch.Tensor) -> bool:
     return not any((pool.data_ptr() | pool.stride(0) | pool.shape[-1]) % VECTOR_BYTES for pool in pools)
 
 
-class ItemCopier:
-    """Copies items on one device, with a kernel per item size and alignment, loaded when it is first needed.
+@functools.cache
+def copy_kernel(device: torch.device, item_bytes: int, aligned: bool) -> DeviceKernel:
+    """The kernel of `copy_items`, loaded once. While a graph is captured nothing can be loaded: ask for it before."""
+    return DeviceKernel(CopySpecialization(item_bytes, aligned), device)
 
-    Loading a kernel while a graph is captured would break the capture: ask for it (`kernel`) before.
+
+def copy_items(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    from_slots: torch.Tensor,
+    to_slots: torch.Tensor,
+    *,
+    counts: torch.Tensor | None = None,
+    copied_bytes: int = 0,
+) -> None:
+    """Copy in every layer the items at `from_slots` to `to_slots`; -1 is skipped.
+
+    source, target: uint8 [num_layers, slots, item_bytes], contiguous within a layer. from_slots, to_slots: int64,
+    contiguous, on the device, [width] or [rows, width]. counts: int32 [rows], how many of each row are meant, all if
+    absent. copied_bytes: address of a counter (uint64) to add to, or 0.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._kernels: dict[tuple[int, bool], DeviceKernel] = {}
-
-    def copy(
-        self,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        from_slots: torch.Tensor,
-        to_slots: torch.Tensor,
-        *,
-        counts: torch.Tensor | None = None,
-        copied_bytes: int = 0,
-    ) -> None:
-        """Copy in every layer the items at `from_slots` to `to_slots`; -1 is skipped.
-
-        source, target: uint8 [num_layers, slots, item_bytes], contiguous within a layer. from_slots, to_slots: int64,
-        contiguous, on the device, [width] or [rows, width]. counts: int32 [rows], how many of each row are meant, all
-        if absent. copied_bytes: address of a counter (uint64) to add to, or 0.
-        """
-        if not from_slots.numel():
-            return
-        num_layers = len(source)
-        rows, width = from_slots.view(-1, from_slots.shape[-1]).shape
-        kernel = self.kernel(source, target)
-        warps = kernel.specialization.block_size // 32
-        blocks = min(-(-width // warps), max(1, 2 * self._processors // (rows * num_layers)))
-        params = CopyItemsParams(
-            source.data_ptr(),
-            target.data_ptr(),
-            source.stride(0),
-            target.stride(0),
-            from_slots.data_ptr(),
-            to_slots.data_ptr(),
-            0 if counts is None else counts.data_ptr(),
-            copied_bytes,
-            width,
-        )
-        kernel.launch(params, (blocks, rows, num_layers))
-
-    def kernel(self, source: torch.Tensor, target: torch.Tensor) -> DeviceKernel:
-        """The kernel that copies between these pools."""
-        item_bytes, aligned = source.shape[-1], are_aligned(source, target)
-        if (item_bytes, aligned) not in self._kernels:
-            self._kernels[item_bytes, aligned] = DeviceKernel(CopySpecialization(item_bytes, aligned), self._device)
-        return self._kernels[item_bytes, aligned]
+    if not from_slots.numel():
+        return
+    num_layers, device = len(source), from_slots.device
+    rows, width = from_slots.view(-1, from_slots.shape[-1]).shape
+    kernel = copy_kernel(device, source.shape[-1], are_aligned(source, target))
+    warps = kernel.specialization.block_size // 32
+    blocks = min(-(-width // warps), max(1, 2 * processors(device) // (rows * num_layers)))
+    params = CopyItemsParams(
+        source.data_ptr(),
+        target.data_ptr(),
+        source.stride(0),
+        target.stride(0),
+        from_slots.data_ptr(),
+        to_slots.data_ptr(),
+        0 if counts is None else counts.data_ptr(),
+        copied_bytes,
+        width,
+    )
+    kernel.launch(params, (blocks, rows, num_layers))

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +66,7 @@ class Activations:
 
     values: float8_e4m3 [N, in]. scales: float32 [N, ceil(in / 128)] with strides (1, N). Both as
     `kernels.fp8.quantise_activations` says. Linear maps do not take values and scales that lie in wider rows
-    (`model.routed.RoutedTokens`).
+    (`model.shard.RoutedTokens`).
     """
 
     dense: torch.Tensor
@@ -125,7 +124,8 @@ class IndexQueries:
         return IndexQueries(self.queries[tokens], self.weight_sums[tokens])
 
 
-class PagedKeys(Protocol):
+@dataclass(frozen=True)
+class PagedKeys:
     """Paged index keys of a decode batch in one index layer.
 
     keys: uint8 [num_pages, page_size, index_key_bytes]. page_table: int64 [batch, max_pages]; entries past a row's
@@ -133,17 +133,10 @@ class PagedKeys(Protocol):
     0 for padding. lengths: `seq_lens` on the host; None where only the device knows them.
     """
 
-    @property
-    def keys(self) -> torch.Tensor: ...
-
-    @property
-    def page_table(self) -> torch.Tensor: ...
-
-    @property
-    def seq_lens(self) -> torch.Tensor: ...
-
-    @property
-    def lengths(self) -> Sequence[int] | None: ...
+    keys: torch.Tensor
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    lengths: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)

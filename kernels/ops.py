@@ -1,21 +1,22 @@
-"""The operations of a model that have several implementations, and the interface of attention backends.
+"""The operations of a model that have several implementations.
 
 `kernels.torch_ops` (plain torch, in transformers' order) and `kernels.triton` (bfloat16 on CUDA) have the functions of
-`Ops`; `kernels.dispatch` chooses between the two.
+`Ops`; `ops_for` chooses between the two. Kernels are imported where they are needed: a machine without a GPU need not
+have Triton, nor what compiles csrc/.
 """
 
-from abc import ABC, abstractmethod
+import functools
+import importlib
+import os
+import shutil
 from typing import Protocol
 
 import torch
 
-from kernels.fp8_kv import Fp8Layout
+from kernels import torch_ops
 from kernels.operands import (
     Activations,
     BlockFp8,
-    IndexQueries,
-    LayerNorm,
-    PagedKeys,
     Pair,
     PartialSums,
     RmsNorm,
@@ -130,91 +131,39 @@ class Ops(Protocol):
         """
 
 
-class KVCodec(ABC):
-    """What the bytes of items and index keys mean, for attention: see `kvcache.format`."""
+def ops_for(x: torch.Tensor) -> Ops:
+    """The operations on tensors of the device and the type of x.
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """What nodes compare before KV passes between them."""
-
-    @property
-    def fp8_layout(self) -> Fp8Layout | None:
-        """The layout of the bytes for kernels that read fp8; None: vectors of one type, which `items` is a view of."""
-        return None
-
-    @abstractmethod
-    def encode_items(self, items: torch.Tensor) -> torch.Tensor:
-        """items: [N, item_dim] as the network computes them. Returns uint8 [N, item_bytes]."""
-
-    @abstractmethod
-    def encode_index_keys(self, keys: torch.Tensor) -> torch.Tensor:
-        """keys: [N, index_dim] as the network computes them. Returns uint8 [N, index_key_bytes]."""
-
-    @abstractmethod
-    def items(self, stored: torch.Tensor) -> torch.Tensor:
-        """What attention reads, in a floating-point type of the format's choice.
-
-        stored: uint8 [..., item_bytes]. Returns [..., item_dim].
-        """
-
-    @abstractmethod
-    def items_at(self, stored: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """`items` of some rows. stored: uint8 [num_rows, item_bytes]. rows: int64. Returns [*rows.shape, item_dim]."""
-
-    @abstractmethod
-    def index_keys(self, stored: torch.Tensor) -> torch.Tensor:
-        """What the indexer reads: keys that are to be multiplied by `index_queries`.
-
-        stored: uint8 [..., index_key_bytes]. Returns [..., index_dim] in a floating-point type of the format's choice.
-        """
-
-    def index_queries(self, queries: torch.Tensor) -> torch.Tensor:
-        """Index queries [..., index_dim] in the coordinates in which index keys are stored."""
-        return queries
+    float32 gets torch everywhere: it is for reproducing the reference, operation by operation.
+    """
+    return ops_on(x.device) if x.dtype == torch.bfloat16 else torch_ops
 
 
-class AttentionBackend(Protocol):
-    """The part of sparse attention that depends on how KV is stored. Stateless and deterministic."""
+@functools.cache
+def ops_on(device: torch.device) -> Ops:
+    """The operations of a device, of tensors in bfloat16 and of those that have one type only."""
+    if device.type != "cuda" or triton_unavailable_reason() is not None:
+        return torch_ops
+    import kernels.triton
 
-    name: str
+    return kernels.triton
 
-    def encode_items(self, compressed: torch.Tensor, norm: RmsNorm, rope: Rope) -> torch.Tensor:
-        """Items as pools store them, uint8 [N, item_bytes].
 
-        compressed: [N, latent_dim + rope_dim], what `kv_a_proj_with_mqa` computes. norm: of the latent.
-        """
+def triton_unavailable_reason() -> str | None:
+    """Why this machine cannot compile Triton kernels; None if it can."""
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        return f"needs the package triton, which cannot be imported ({error})"
+    if not (os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")):
+        return "needs a C compiler at run time, and there is none (CC, cc, gcc or clang)"
+    return None
 
-    def encode_index_keys(
-        self, projected: torch.Tensor, norm: LayerNorm, rope: Rope, interleaved: bool
-    ) -> torch.Tensor:
-        """Index keys as pools store them, uint8 [N, index_key_bytes].
 
-        projected: [N, index_dim], what `wk` computes. interleaved: see `Ops.rotate`.
-        """
-
-    def attend_rows(
-        self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
-    ) -> torch.Tensor:
-        """Attend each query to its own rows of a pool.
-
-        queries: [N, heads, item_dim]. kv: uint8 [num_rows, item_bytes]. rows: int64 [N, k], -1 where there is none. The
-        first row of a query exists, unless it has no rows at all; then its result is finite and meaningless. Returns
-        the attended latents, [N, heads, latent_dim], in the dtype of the queries.
-        """
-
-    def select_for_prompt(
-        self, index: IndexQueries, keys: torch.Tensor, start: int, sequence_length: int, topk: int
-    ) -> torch.Tensor:
-        """Select for the T queries at positions [start, start + T) of a prompt.
-
-        keys: uint8 [start + T, index_key_bytes], of all positions so far. Returns int64 positions [T, k] in any order,
-        where k is at least min(topk, start + T) and at most topk; -1 where a query has fewer positions before it.
-        """
-
-    def select_for_decode(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
-        """Select for one query of each request of a batch, over the request's whole sequence.
-
-        Returns int64 positions [batch, k] in any order, where k is at least min(topk, longest sequence) and 1, and at
-        most topk; -1 where a sequence is shorter. Where `pages.lengths` is None nothing waits for the device.
-        """
+def fp8_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why this process does not compute with weights in block-fp8 on the device; None if it does."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return "needs a GPU that multiplies fp8 numbers as Hopper does"
+    if dtype != torch.bfloat16:
+        return "needs --dtype bfloat16"
+    return triton_unavailable_reason()

@@ -4,14 +4,13 @@ csrc/score_pages.cu scores the pages of a decode step, csrc/score_prompt.cu the 
 """
 
 import ctypes
-import functools
 from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
 
-from kernels.fp8_kv import PUBLISHED
-from kernels.launch import DeviceKernel
+from kernels.kv_format import PUBLISHED
+from kernels.launch import kernel_on, processors
 from kernels.specialization import WARP, Specialization, params_of
 
 HEADS = (32, 64)
@@ -61,6 +60,10 @@ class _ScoreSpecialization(Specialization):
     def fixed_bytes(self) -> int:
         """Shared memory whatever the batch."""
 
+    @property
+    def shared_bytes(self) -> int:
+        return self.fixed_bytes
+
 
 class PageScoreSpecialization(_ScoreSpecialization):
     """csrc/score_pages.cu. stages: pieces of 16 keys that each warp fetches ahead."""
@@ -92,10 +95,6 @@ class PromptScoreSpecialization(_ScoreSpecialization):
     def fixed_bytes(self) -> int:
         """Queries and weights of all rounds, and where they may begin."""
         return _ALIGNMENT + self.stages * QUERIES_PER_ROUND * self.heads * (PUBLISHED.index_dim + 4)
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.fixed_bytes
 
     def constants(self) -> dict[str, int | str]:
         return {**super().constants(), "QUERIES": QUERIES_PER_ROUND}
@@ -171,7 +170,7 @@ def score_pages(given: PagesToScore, stages: int = PAGE_STAGES) -> torch.Tensor:
             kernel = PageScoreSpecialization(heads, stages)
             blocks = min(processors(device), batch * -(-width // TILE))
             shared_bytes = kernel.shared_bytes_for(batch)
-            _on_device(device, kernel).launch(page_params(given, scores), (blocks, 1, 1), shared_bytes=shared_bytes)
+            kernel_on(device, kernel).launch(page_params(given, scores), (blocks, 1, 1), shared_bytes=shared_bytes)
     return scores
 
 
@@ -207,7 +206,7 @@ def score_prompt(
     if scores.numel():
         grid, per_block = _cut(num_queries, len(given.keys), blocks_per_processor * processors(device))
         with torch.cuda.device(device):
-            kernel = _on_device(device, PromptScoreSpecialization(heads, stages))
+            kernel = kernel_on(device, PromptScoreSpecialization(heads, stages))
             kernel.launch(prompt_params(given, scores, per_block), (*grid, 1))
     return scores
 
@@ -236,14 +235,3 @@ def _cut(num_queries: int, num_keys: int, wanted: int) -> tuple[tuple[int, int],
 
 def _are_published(heads: int, dim: int, keys: torch.Tensor) -> bool:
     return heads in HEADS and dim == PUBLISHED.index_dim and keys.shape[-1] == PUBLISHED.index_key_bytes
-
-
-@functools.cache
-def _on_device(device: torch.device, kernel: Specialization) -> DeviceKernel:
-    """The kernel of a device, loaded once."""
-    return DeviceKernel(kernel, device)
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -7,8 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from kernels import fp8
-from kernels.fp8 import experts_quantised as experts_fp8
-from kernels.fp8 import quantise_activations as quantise
 from kernels.operands import (
     Activations,
     BlockFp8,
@@ -21,12 +19,8 @@ from kernels.operands import (
     Threshold,
 )
 
-__all__ = [
-    "absorb", "add_rms_norm", "choose_experts", "experts", "experts_all_at_once", "experts_fp8", "experts_grouped",
-    "experts_one_by_one", "find_threshold", "float32_product", "linear_fp8", "mlp_fp8", "quantise", "reduce_fp8",
-    "rotate", "swiglu",
-]  # fmt: skip
-
+quantise = fp8.quantise_activations
+experts_fp8 = fp8.experts_quantised
 CANDIDATES = 1024
 """Likeliest tokens, which nearly always decide a threshold. Finding them is much cheaper than sorting a vocabulary."""
 _ALL_AT_ONCE_BYTES = 1 << 30

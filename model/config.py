@@ -1,4 +1,4 @@
-"""Sizes and kinds of a network's parts, read from a checkpoint's config.json."""
+"""A model's shapes: those of a network's parts, from a checkpoint's config.json, and those that the service reads."""
 
 import functools
 import math
@@ -12,16 +12,61 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from base.errors import StartupError
 from kernels.fp8 import BLOCK
+from kernels.kv_format import KVFormat
 from kernels.operands import BlockFp8, Rope, RouterConfig
-from kvcache.format import KVCacheDtype
+from kvcache.format import DenseFormat, Fp8Format, KVCacheDtype
+from kvcache.layout import KVLayout
 from model.checkpoint import read_json
 from model.families import FAMILIES, LayerKind
-from model.spec import ModelSpec
 
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 """Those whose angles do not depend on the length of the sequence."""
 _AS_PUBLISHED = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
 """Keys that all published checkpoints agree in."""
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Shapes of a sparse-attention model's KV and the identity of its weights.
+
+    A *layer* stores one KV item per token, of `item_dim` elements: the normed latent (`latent_dim`, kv_lora_rank), then
+    the roped key (qk_rope_head_dim). An *index layer* is a layer with an indexer of its own; it stores one index key
+    per token. `index_layer_of[layer]` is the index layer whose selection the layer uses: its own, or the previous one
+    where the checkpoint shares selections between layers. `kv_cache_dtype` chooses `kv_format`.
+    """
+
+    model_type: str
+    num_layers: int
+    index_layer_of: tuple[int, ...]
+    item_dim: int
+    latent_dim: int
+    index_dim: int
+    index_topk: int
+    vocab_size: int
+    context_length: int
+    dtype: torch.dtype
+    fingerprint: str
+    kv_cache_dtype: KVCacheDtype = "auto"
+
+    @property
+    def num_index_layers(self) -> int:
+        return self.index_layer_of[-1] + 1
+
+    @property
+    def kv_format(self) -> KVFormat:
+        """How items and index keys are stored. Raises ValueError for widths that the format does not take."""
+        if self.kv_cache_dtype == "fp8_e4m3":
+            return Fp8Format(self.latent_dim, self.item_dim - self.latent_dim, self.index_dim)
+        dtype = self.dtype if self.kv_cache_dtype == "auto" else DTYPES[self.kv_cache_dtype]
+        return DenseFormat(dtype, self.item_dim, self.index_dim)
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """What the KV tiers store of one token."""
+        return KVLayout(self.index_layer_of, self.kv_format.item_bytes, self.kv_format.index_key_bytes)
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,13 @@ from dataclasses import dataclass
 import torch
 
 from base.errors import StartupError
-from kernels.dispatch import ops_for
 from kernels.fp8 import BLOCK
 from kernels.operands import Activations, RmsNorm, RouterConfig
+from kernels.ops import ops_for
 from kernels.torch_ops import swiglu
 from model.config import NetworkConfig
-from model.linear import Linear, given, quantised, swiglu_weights
-from model.routed import RoutedTokens
-from model.shard import NO_EXCHANGE, Exchange, Shard
-from model.weights import Weights
+from model.shard import NO_EXCHANGE, Exchange, RoutedTokens, Shard
+from model.weights import Linear, Weights, given, quantised, swiglu_weights
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,30 @@
-"""Loads a Hugging Face checkpoint of a sparse-attention model."""
+"""Loads a Hugging Face checkpoint of a sparse-attention model, and chooses what computes its attention."""
 
+import importlib
 import re
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 import structlog
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from base.errors import StartupError
 from base.memory import available_host_bytes, human
-from kernels.attention import TorchBackend
-from kernels.dispatch import fp8_unavailable_reason
+from kernels.attention import AttentionBackend, triton_backend
 from kernels.operands import BlockFp8
-from kernels.ops import AttentionBackend
+from kernels.ops import fp8_unavailable_reason, triton_unavailable_reason
 from kvcache.format import KVCacheDtype
 from model.checkpoint import fingerprint, read_json, weight_files
-from model.config import read_config
+from model.config import DTYPES, ModelSpec, read_config
 from model.network import Network
-from model.progress import LoadProgress
 from model.shard import NO_EXCHANGE, SINGLE_RANK, Exchange, Shard
 from model.sparse_model import SparseModel
-from model.spec import ModelSpec
 from model.stored_weights import SCALES, StoredWeights
 from model.tensor_files import StoredTensor, find_tensors
 from model.weights import RandomWeights
@@ -33,12 +36,15 @@ LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["auto", "fp8"]
 """auto: as the checkpoint is. fp8: weights that are in another type become block-fp8 while they are loaded."""
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
+BackendName = Literal["auto", "triton", "torch"]
+_MIN_INDEX_DIM = 16
+"""The least that a tensor core multiplies in fp8."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
 _NAMED = 3
 """Weights that a message names."""
+_LEAST_LOGGED = 1 << 30
+"""Bytes. Less is loaded before anybody reads a line about it."""
 
 
 def resolve_dtype(path: Path, name: str) -> torch.dtype:
@@ -137,10 +143,56 @@ def load_model(
     made = weights(device)
     network = Network.load(made, config, shard, exchange)
     if isinstance(made, StoredWeights):
-        made.fill(LoadProgress("loading weights"))
+        with load_progress("loading weights", made.bytes_to_read) as advance:
+            made.fill(advance)
     if device.type == "cuda":  # the pools need what loading left in the allocator's cache
         torch.cuda.empty_cache()
-    return SparseModel(network, spec, backend or TorchBackend(spec.kv_format))
+    return SparseModel(network, spec, backend or AttentionBackend(spec.kv_format))
+
+
+def choose_backend(name: BackendName, device: torch.device, spec: ModelSpec) -> AttentionBackend:
+    """The backend called `name`; `auto` is triton for bfloat16 on CUDA where it can run, else torch.
+
+    float32 is for reproducing the reference token by token, which takes the order in which torch breaks ties among
+    index scores. Raises StartupError for a backend that cannot run this model on this device.
+    """
+    if name == "torch" or (name == "auto" and not (device.type == "cuda" and spec.dtype == torch.bfloat16)):
+        return AttentionBackend(spec.kv_format)
+    reason = _triton_reason(device, spec)
+    if reason is None:
+        return triton_backend(spec.kv_format)
+    if name == "triton":
+        raise StartupError(f"--attention-backend triton {reason}; give --attention-backend torch or auto")
+    log.warning("attention is computed by torch, which is slower", why=f"triton {reason}")
+    return AttentionBackend(spec.kv_format)
+
+
+def _triton_reason(device: torch.device, spec: ModelSpec) -> str | None:
+    """Why the Triton backend cannot compute this model on this device; None if it can."""
+    if device.type != "cuda":
+        return f"runs on CUDA devices, not on {device}"
+    if reason := triton_unavailable_reason():
+        return reason
+    try:
+        importlib.import_module("kernels.top_k")
+    except ImportError as error:
+        return f"needs {error.name}, which compiles its top-k kernel: install hisparse-pd[kernels]"
+    if spec.kv_format.fp8_layout:
+        if spec.dtype != torch.bfloat16:
+            return f"reads fp8 KV in bfloat16 models, not in {spec.dtype}"
+        if spec.index_dim < _MIN_INDEX_DIM:
+            return f"reads fp8 index keys with an index_head_dim of {_MIN_INDEX_DIM} or more, not {spec.index_dim}"
+    elif spec.kv_format.name != (computed := str(spec.dtype).removeprefix("torch.")):
+        return f"reads KV of the type that it computes in, {computed}, or fp8_e4m3, not {spec.kv_format.name}"
+    # What the registers and the shared memory of one program of the Triton kernels hold.
+    for what, size, limit in (
+        ("kv_lora_rank", spec.latent_dim, 512),
+        ("qk_rope_head_dim", spec.item_dim - spec.latent_dim, 64),
+        ("index_head_dim", spec.index_dim, 128),
+    ):
+        if size > limit:
+            return f"takes a {what} of at most {limit}, not {size}"
+    return None
 
 
 def _check(path: Path, planned: StoredWeights, stored: Mapping[str, StoredTensor], num_layers: int) -> None:
@@ -171,3 +223,39 @@ def _check_room(path: Path, num_bytes: int, device: torch.device) -> None:
 def _some(names: Sequence[str]) -> str:
     more = ", ..." if len(names) > _NAMED else ""
     return f"{len(names)} weights: {', '.join(sorted(names)[:_NAMED])}{more}"
+
+
+@contextmanager
+def load_progress(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show how far reading is: a bar on a terminal, a line for every tenth in a log, and one at the end.
+
+    num_bytes: that will be read. Yields what to call, in one thread, with each number of bytes that has been read.
+    """
+    begun, done, bar = time.monotonic(), 0, None
+    if sys.stderr.isatty():
+        columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        bar.add_task(what, total=num_bytes)
+        bar.start()
+
+    def advance(count: int) -> None:
+        nonlocal done
+        before, done = done, done + count
+        tenths = 10 * done // max(1, num_bytes)
+        if bar is not None:
+            bar.advance(bar.task_ids[0], count)
+        elif 10 * before // max(1, num_bytes) < tenths < 10 and num_bytes >= _LEAST_LOGGED:
+            log.info(what, done=f"{10 * tenths}%", of=human(num_bytes))
+
+    try:
+        yield advance
+    finally:
+        if bar is not None:
+            bar.stop()
+        seconds = time.monotonic() - begun
+        log.info(
+            f"{what}: done" if done == num_bytes else f"{what}: given up",
+            read=human(done),
+            seconds=round(seconds, 1),
+            rate=f"{human(int(done / max(seconds, 1e-6)))}/s",
+        )

@@ -1,32 +1,17 @@
 """The weights and modules of a sparse-attention network: DeepSeek-V3.2 or GLM-5."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
-from kernels.dispatch import ops_for
 from kernels.operands import Activations, RmsNorm, Rope
-from model.attention import LatentAttention
+from kernels.ops import ops_for
+from model.attention import Indexer, LatentAttention
 from model.config import NetworkConfig
 from model.families import LayerKind
 from model.feed_forward import FeedForward, MixtureOfExperts
-from model.indexer import Indexer
-from model.linear import Linear
 from model.shard import NO_EXCHANGE, SINGLE_RANK, Exchange, Shard
-from model.weights import Weights
-
-
-class Projected(NamedTuple):
-    """What a layer projects normed hidden states of N tokens to: products of one weight, one after the other.
-
-    query_latents: [N, query_rank], before their norm. index_keys: [N, index_dim], before norm and rotation; of no width
-    where the layer has no indexer. compressed: [N, latent_dim + rope_dim], keys and values, likewise.
-    """
-
-    query_latents: torch.Tensor
-    index_keys: torch.Tensor
-    compressed: torch.Tensor
+from model.weights import Linear, Weights
 
 
 @dataclass(frozen=True)
@@ -65,11 +50,15 @@ class Layer:
             else FeedForward.load(weights, mlp, hidden_size, config.dense_width),
         )
 
-    def project(self, normed: Activations, rope: Rope) -> Projected:
-        """Project normed hidden states, [N, hidden_size]."""
+    def project(self, normed: Activations, rope: Rope) -> tuple[torch.Tensor, ...]:
+        """Latents of queries, index keys, and compressed keys and values, of normed hidden states [N, hidden_size].
+
+        [N, query_rank], [N, index_dim], of no width where the layer has no indexer, and [N, latent_dim + rope_dim]: all
+        before their norms and rotations.
+        """
         query_rank, latent_dim = self.attention.query_norm.weight.numel(), self.attention.latent_norm.weight.numel()
         compressed_at = self.down.weight.shape[0] - latent_dim - rope.dim
-        return Projected(*self.down(normed).tensor_split((query_rank, compressed_at), dim=-1))
+        return self.down(normed).tensor_split((query_rank, compressed_at), dim=-1)
 
     def project_queries(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of latents [N, query_rank], before their norm: queries [N, heads * head_dim] and those of the indexer [N,

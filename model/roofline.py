@@ -8,13 +8,11 @@ import torch
 
 from kernels.operands import BlockFp8
 from kvcache.format import KVCacheDtype
-from model.config import NetworkConfig
+from model.config import ModelSpec, NetworkConfig
 from model.feed_forward import MixtureOfExperts
-from model.linear import Linear
 from model.network import Layer, Network
 from model.shard import NO_EXCHANGE, Exchange, Shard
-from model.spec import ModelSpec
-from model.weights import RandomWeights
+from model.weights import Linear, RandomWeights
 
 HBM_BYTES_PER_MS = 4.8e9
 BF16_PER_MS = 800e9

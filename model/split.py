@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from kernels.attention import AttentionBackend
 from kernels.operands import IndexQueries
-from kernels.ops import AttentionBackend
+from model.config import ModelSpec
 from model.network import Network
 from model.passes import PrefillChunk, PrefillPass
 from model.shard import Shard
 from model.sparse_model import SparseModel
-from model.spec import ModelSpec
 
 GatherRows = Callable[[torch.Tensor], torch.Tensor]
 """The rows of all processes, in their order, of the same number of rows of this one (`Exchange.gather`)."""
@@ -45,7 +45,7 @@ class SplitPass(PrefillPass):
         self._gather = gather
         self._latent_dim = spec.latent_dim
         lengths = [len(chunk.token_ids) for chunk in chunks]
-        own = [_part(chunks[number], tokens) for number, tokens in shard.blocks(lengths)]
+        own = [chunks[number].part(tokens) for number, tokens in shard.blocks(lengths)]
         self._block = PrefillPass(own, spec, backend)
         self._num_own = len(shard.tokens(sum(lengths)))
         width = shard.most_tokens(sum(lengths))
@@ -104,11 +104,6 @@ class SplitModel(SparseModel):
         split = SplitPass(chunks, self.spec, self._backend, self._shard, self._gather_rows, self.device)
         hidden = self._forward(split.token_ids, split.positions, split, on_layer, kv_only)
         return hidden if kv_only else split.of_all(hidden)
-
-
-def _part(chunk: PrefillChunk, tokens: range) -> PrefillChunk:
-    ids = chunk.token_ids[tokens.start : tokens.stop]
-    return PrefillChunk(ids, chunk.start + tokens.start, chunk.sequence_length, chunk.cache)
 
 
 def _tokens_among_gathered(processes: int, count: int, width: int, device: torch.device) -> torch.Tensor | None:

@@ -5,7 +5,7 @@ read; then `fill` reads all, in the order in which they lie in the files.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,10 +16,8 @@ import torch
 from base.errors import StartupError
 from kernels.fp8 import BLOCK, FP8, blocks, dequantise, quantise_weight
 from kernels.operands import BlockFp8
-from model.linear import Linear
-from model.progress import LoadProgress
 from model.tensor_files import StoredTensor
-from model.weights import FP8_COLUMNS, Parts, Weights, can_be_fp8
+from model.weights import FP8_COLUMNS, Linear, Parts, Weights, can_be_fp8
 
 _PIECE_BYTES = 32 << 20
 """Read at once by a thread, which has two buffers of that size."""
@@ -108,30 +106,30 @@ class StoredWeights(Weights):
                 begin += rows
         return Linear(weight, scales, self._keeps is not None and self._keeps.power_of_two)
 
-    def fill(self, progress: LoadProgress) -> None:
-        """Read everything that was asked for. Raises StartupError if a file cannot be read."""
+    @property
+    def bytes_to_read(self) -> int:
+        """What `fill` reads."""
+        return sum(copy.num_bytes for copy in self._copies)
+
+    def fill(self, advance: Callable[[int], None] = lambda _: None) -> None:
+        """Read everything that was asked for. Raises StartupError if a file cannot be read.
+
+        advance: called with the number of bytes of each piece that has been read.
+        """
         copies = sorted(self._copies, key=lambda copy: (copy.source.file, copy.source.begin))
         pieces = [piece for copy in copies for piece in copy.pieces()]
-        progress.begin(sum(piece.num_bytes for piece in pieces))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the memory of the tensors may have been in use
-        reader = _Reader(self.device)
-
-        def read(piece: _Copy) -> None:
-            reader.read(piece)
-            progress.advance(piece.num_bytes)
-
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "load") as pool:
             try:
-                for _ in pool.map(read, pieces):
-                    pass
+                for piece, _ in zip(pieces, pool.map(_Reader(self.device).read, pieces), strict=True):
+                    advance(piece.num_bytes)
             except OSError as error:
                 raise StartupError(f"the weights cannot be read: {error}") from error
             finally:
                 pool.shutdown(cancel_futures=True)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        progress.end()
 
     def _is_fp8(self, name: str) -> bool:
         return name in self._stored and self._stored[name].dtype == FP8
@@ -163,12 +161,18 @@ class StoredWeights(Weights):
         self._copies.append(_Copy(source, into, rows, scales, scales_into))
 
 
-class _Reader:
-    """Reads pieces into tensors of a device. Every thread has buffers, and on CUDA a stream, of its own."""
+class _Reader(local):
+    """Reads pieces into tensors of a device.
+
+    Every thread has two buffers in main memory, used in turns; on CUDA they are pinned, and a stream copies from them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._own = local()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
 
     @torch.inference_mode()
     def read(self, copy: _Copy) -> None:
@@ -176,47 +180,29 @@ class _Reader:
         if self._device.type == "meta":
             return
         if self._device.type == "cpu" and copy.into.dtype == copy.source.dtype and copy.into.is_contiguous():
-            copy.source.read_rows(copy.rows.start, copy.rows.stop, _as_bytes(copy.into))
+            copy.source.read_rows(copy.rows.start, copy.rows.stop, copy.into.view(torch.uint8).flatten())
             return
-        with self._buffers().next(copy.num_bytes) as buffer:
+        with self._next_buffer(copy.num_bytes) as buffer:
             copy.source.read_rows(copy.rows.start, copy.rows.stop, buffer)
             shape = (len(copy.rows), *copy.source.shape[1:])
             values = buffer.to(self._device, non_blocking=True).view(copy.source.dtype).view(shape)
             if copy.scales is not None:
-                values = dequantise(values, self._scales_of(copy), copy.into.dtype)
+                values = dequantise(values, self._block_scales(copy.rows, copy.scales), copy.into.dtype)
             elif copy.scales_into is not None:
                 values, scales = quantise_weight(values)
                 copy.scales_into.copy_(scales)
             copy.into.copy_(values)
 
-    def _scales_of(self, copy: _Copy) -> torch.Tensor:
-        assert copy.scales is not None
-        begin, end = copy.rows.start // BLOCK, blocks(copy.rows.stop)
-        stored = torch.empty((end - begin) * copy.scales.row_bytes, dtype=torch.uint8)
-        copy.scales.read_rows(begin, end, stored)
-        scales = stored.view(copy.scales.dtype).view(end - begin, *copy.scales.shape[1:])
-        return scales.to(self._device).float()
-
-    def _buffers(self) -> "_Buffers":
-        if not hasattr(self._own, "buffers"):
-            self._own.buffers = _Buffers(self._device)
-        buffers: _Buffers = self._own.buffers
-        return buffers
-
-
-class _Buffers:
-    """Two buffers in main memory, used in turns; on CUDA pinned, with a stream that copies from them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
-        self._copied: list[torch.cuda.Event | None] = [None, None]
-        self._next = 0
+    def _block_scales(self, rows: range, scales: StoredTensor) -> torch.Tensor:
+        begin, end = rows.start // BLOCK, blocks(rows.stop)
+        stored = torch.empty((end - begin) * scales.row_bytes, dtype=torch.uint8)
+        scales.read_rows(begin, end, stored)
+        return stored.view(scales.dtype).view(end - begin, *scales.shape[1:]).to(self._device).float()
 
     @contextmanager
-    def next(self, count: int) -> Iterator[torch.Tensor]:
+    def _next_buffer(self, count: int) -> Iterator[torch.Tensor]:
         """A buffer of `count` bytes, from which nothing is copied any more. What is queued meanwhile may read it."""
-        turn, self._next = self._next, 1 - self._next
+        turn, self._turn = self._turn, 1 - self._turn
         if (copied := self._copied[turn]) is not None:
             copied.synchronize()
         if len(self._buffers[turn]) < count:
@@ -226,7 +212,3 @@ class _Buffers:
             yield self._buffers[turn][:count]
             if self._stream is not None:
                 self._copied[turn] = self._stream.record_event()
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8).flatten()

@@ -5,17 +5,20 @@ template. The same arguments always give the same weights.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from kernels.fp8 import BLOCK, quantise_weight
 from kernels.operands import BlockFp8
+from model.checkpoint import INDEX_FILE
 from model.families import FAMILIES, FamilyName
-from model.tiny_fp8 import quantization_config, write_fp8
+from model.stored_weights import SCALES
 from model.tiny_tokenizer import BEGIN_ID, BYTE_VOCAB_SIZE, END_ID, tiny_tokenizer, with_template
 
 # Factors of 1/sqrt(fan_in), by the weight's name; 1 for others. They meet two demands. Outputs must depend on what is
@@ -27,19 +30,42 @@ from model.tiny_tokenizer import BEGIN_ID, BYTE_VOCAB_SIZE, END_ID, tiny_tokeniz
 GAINS = {"q_b_proj": 3.0, "o_proj": 0.1, "down_proj": 0.25}
 LAST_O_PROJ_GAIN = 1.0
 
+_LEAST_SIZES = {
+    "layers": 1,
+    "index_topk": 1,
+    "max_position_embeddings": 1,
+    "vocab_size": BYTE_VOCAB_SIZE,
+    "hidden_size": 16,
+    "index_n_heads": 16,
+}
+_WHY = {
+    "vocab_size": ": all bytes are tokens",
+    # It is likely that every head's ReLU is zero for some positions, whose scores then tie.
+    "index_n_heads": ": with fewer heads index scores are often exactly zero, and ties in the top-k make outputs "
+    "irreproducible",
+}
+_SHARDS = 3
+_NEVER_FP8 = ("embed_tokens", "lm_head", "mlp.gate", "indexer.weights_proj", "eh_proj", "shared_head.head")
+"""Matrices that no published checkpoint has in fp8, by the end of their names."""
+_FLOAT32 = ("e_score_correction_bias", "k_norm.weight", "k_norm.bias")
+
+
+class TinySizes(TypedDict, total=False):
+    """Sizes of a tiny checkpoint that are not the usual ones.
+
+    vocab_size: rows of the embedding and the head; the tokenizer may have fewer tokens (`tiny_tokenizer`).
+    """
+
+    layers: int
+    hidden_size: int
+    index_topk: int
+    index_n_heads: int
+    max_position_embeddings: int
+    vocab_size: int
+
 
 def write_tiny_checkpoint(
-    path: Path,
-    family: FamilyName,
-    seed: int,
-    *,
-    layers: int = 4,
-    hidden_size: int = 64,
-    index_topk: int = 64,
-    index_n_heads: int = 32,
-    max_position_embeddings: int = 8192,
-    vocab_size: int = BYTE_VOCAB_SIZE,
-    fp8: BlockFp8 | None = None,
+    path: Path, family: FamilyName, seed: int, *, fp8: BlockFp8 | None = None, **sizes: Unpack[TinySizes]
 ) -> None:
     """Write a complete random checkpoint of about a million parameters into a directory.
 
@@ -49,44 +75,21 @@ def write_tiny_checkpoint(
     The first layer is dense, the others are mixtures of experts. GLM's layers share selections: from the third on,
     every other layer reuses the selection of the layer before it. Raises ValueError for a shape that cannot work.
 
-    vocab_size: rows of the embedding and the head; the tokenizer may have fewer tokens (`tiny_tokenizer`). fp8: as the
-    published checkpoints in block-fp8 are, with shards, an index, a projection that is left out and a
+    fp8: as the published checkpoints in block-fp8 are, with shards, an index, a projection that is left out and a
     multi-token prediction layer; latents are wider than a block, and no multiple of it.
     """
-    if layers < 1 or index_topk < 1 or max_position_embeddings < 1:
-        raise ValueError(
-            "layers, index_topk and max_position_embeddings must be at least 1, "
-            f"not {layers}, {index_topk} and {max_position_embeddings}"
-        )
-    if vocab_size < BYTE_VOCAB_SIZE:
-        raise ValueError(f"vocab_size must be at least {BYTE_VOCAB_SIZE}, for all bytes, not {vocab_size}")
-    if hidden_size < 16:
-        raise ValueError(f"hidden_size must be at least 16, not {hidden_size}")
-    # With fewer it is likely that every head's ReLU is zero for some positions, whose scores then tie.
-    if index_n_heads < 16:
-        raise ValueError(
-            f"index_n_heads must be at least 16, not {index_n_heads}: with fewer heads index scores are often exactly "
-            "zero, and ties in the top-k make outputs irreproducible"
-        )
-    described = tiny_config(
-        family,
-        vocab_size=vocab_size,
-        layers=layers,
-        hidden_size=hidden_size,
-        index_topk=index_topk,
-        index_n_heads=index_n_heads,
-        max_position_embeddings=max_position_embeddings,
-        fp8=fp8 is not None,
-    )
-    config = AutoConfig.for_model(**described)
+    for name, size in cast(dict[str, int], sizes).items():
+        if size < _LEAST_SIZES[name]:
+            raise ValueError(f"{name} must be at least {_LEAST_SIZES[name]}, not {size}{_WHY.get(name, '')}")
+    config = AutoConfig.for_model(**tiny_config(family, fp8=fp8 is not None, **sizes))
     if fp8 is None:
-        write_without_weights(path, config.to_dict(), vocab_size)
+        write_without_weights(path, config.to_dict(), config.vocab_size)
         save_file(_random_weights(config, seed), path / "model.safetensors", metadata={"format": "pt"})
         return
-    left_out = [f"model.layers.{layers - 1}.self_attn.q_a_proj"]
+    left_out = [f"model.layers.{config.num_hidden_layers - 1}.self_attn.q_a_proj"]
     extra = {"quantization_config": quantization_config(fp8, left_out), "num_nextn_predict_layers": 1}
-    write_without_weights(path, config.to_dict() | extra, vocab_size)
-    write_fp8(path, _random_weights(config, seed) | _prediction_layer(config, seed + 1), fp8, left_out)
+    write_without_weights(path, config.to_dict() | extra, config.vocab_size)
+    _write_fp8(path, _random_weights(config, seed) | _prediction_layer(config, seed + 1), fp8, left_out)
 
 
 def tiny_config(
@@ -143,6 +146,40 @@ def write_without_weights(path: Path, config: dict[str, Any], tokens: int = BYTE
     for name, content in (("config.json", {**config, **special}), ("generation_config.json", special)):
         (path / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     with_template(tiny_tokenizer(tokens), config["max_position_embeddings"]).save_pretrained(path)
+
+
+def quantization_config(fp8: BlockFp8, left_out: list[str]) -> dict[str, Any]:
+    """What config.json says of the weights. left_out: modules that are not quantised."""
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": left_out,
+        **({"scale_fmt": "ue8m0"} if fp8.power_of_two else {}),
+    }
+
+
+def _write_fp8(path: Path, weights: Mapping[str, torch.Tensor], fp8: BlockFp8, left_out: list[str]) -> None:
+    """Write weights as shards with an index: projections in block-fp8, the others in bfloat16 or float32.
+
+    left_out: projections that stay in bfloat16.
+    """
+    stored: dict[str, torch.Tensor] = {}
+    for name, values in weights.items():
+        module = name.removesuffix(".weight")
+        if values.dim() == 2 and not module.endswith(_NEVER_FP8) and module not in left_out:
+            stored[name], stored[f"{name}{SCALES}"] = quantise_weight(values, fp8.power_of_two)
+        else:
+            stored[name] = values.to(torch.float32 if name.endswith(_FLOAT32) else torch.bfloat16)
+    names = list(stored)
+    share = -(-len(names) // _SHARDS)
+    file_of = {name: f"model-{i // share + 1:05}-of-{_SHARDS:06}.safetensors" for i, name in enumerate(names)}
+    for file in sorted(set(file_of.values())):
+        part = {name: stored[name] for name in names if file_of[name] == file}
+        save_file(part, path / file, metadata={"format": "pt"})
+    metadata = {"total_size": sum(values.nbytes for values in stored.values())}
+    (path / INDEX_FILE).write_text(json.dumps({"metadata": metadata, "weight_map": file_of}, indent=2) + "\n")
 
 
 def _random_weights(config: Any, seed: int) -> dict[str, torch.Tensor]:

@@ -14,9 +14,9 @@ from control.messages import Heartbeat, Peer, Register
 from engine.chunked import ChunkedPrefill
 from kvcache.page_cache import PageCache, can_cache
 from kvcache.paged_pool import PagedKVPool, PagedSequence
+from model.config import ModelSpec
 from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
-from model.spec import ModelSpec
 from model.split import SplitModel
 from prefill_node.attempt import HeldAttempt
 from prefill_node.config import PrefillConfig

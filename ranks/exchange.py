@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from model.shard import Exchange
+
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Of the libraries: the network interface over which ranks find each other."""
 _SETTINGS = {
@@ -21,7 +23,7 @@ _SETTINGS = {
 """Settings of the libraries, where the environment does not say otherwise."""
 
 
-class GroupExchange:
+class GroupExchange(Exchange):
     """An Exchange of equal numbers of tokens: every rank calls it with tensors of the same shape, in the same order.
 
     The tokens of all ranks lie in the order of the ranks. Partial sums are added in that order on a CPU, in float32,

@@ -8,7 +8,7 @@ from control.messages import CheckpointIdentity, ModelIdentity
 from model.checkpoint import config_digest, read_json, tokenizer_digest
 
 if TYPE_CHECKING:
-    from model.spec import ModelSpec
+    from model.config import ModelSpec
 
 
 def identify(path: Path) -> CheckpointIdentity:

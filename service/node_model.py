@@ -19,13 +19,12 @@ from base.logs import configure_logging
 from base.version import VERSION
 from control.codec import PROTOCOL_VERSION
 from control.messages import ADDRESS_PATTERN, CheckpointIdentity, Role
-from kernels.attention import choose_backend
-from kernels.dispatch import fp8_unavailable_reason
-from kernels.ops import AttentionBackend
-from model.loader import load_model, read_spec, resolve_dtype
+from kernels.attention import AttentionBackend
+from kernels.ops import fp8_unavailable_reason
+from model.config import ModelSpec
+from model.loader import choose_backend, load_model, read_spec, resolve_dtype
 from model.shard import Exchange
 from model.sparse_model import SparseModel
-from model.spec import ModelSpec
 from ranks.group import RankGroup, Ranks, SingleRank
 from ranks.place import RankPlace
 from service.checkpoint import identify, identity_of

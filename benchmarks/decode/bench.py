@@ -15,7 +15,7 @@ from benchmarks.plotting import check_installed
 from benchmarks.swap_in.timing import copy_gb_per_s
 from benchmarks.swap_in.workload import Rotation, Shape
 from engine.runner import ModelRunner
-from kernels.attention import choose_backend
+from model.loader import choose_backend
 from model.roofline import RankModel, work_of_step
 from model.sparse_model import SparseModel
 

@@ -1,7 +1,7 @@
 """A model with published widths and random weights, requests that it decodes, and what it is made to select."""
 
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from transformers import AutoConfig
@@ -11,17 +11,14 @@ from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.sizing import plan_sizes
 from hisparse.tiers import build_tiers
+from kernels.attention import AttentionBackend
 from kernels.fp8 import quantise_activations
 from kernels.operands import IndexQueries, PagedKeys, RouterConfig
-from kernels.ops import AttentionBackend
 from kvcache.format import KVCacheDtype
-from model.config import NetworkConfig, network_config
-from model.families import ShapeName
+from model.config import ModelSpec, NetworkConfig, network_config
+from model.families import ShapeName, published_config
 from model.roofline import RankModel
-from model.routed import RoutedTokens
-from model.shapes import published_config
-from model.shard import NO_EXCHANGE, Exchange
-from model.spec import ModelSpec
+from model.shard import NO_EXCHANGE, Exchange, RoutedTokens
 
 GIB = 2**30
 _INDEX_PAGE = 64
@@ -30,7 +27,7 @@ _MORE_TOKENS = 512
 """Tokens that a request may get after its admission."""
 
 
-class Strangers:
+class Strangers(Exchange):
     """Stands for a group whose other processes have as many tokens. Nothing is exchanged.
 
     Their hidden states are random; so are the experts that they choose, where a process gathers routed tokens.
@@ -63,9 +60,6 @@ class Strangers:
         tokens.ids.copy_(order.topk(self._router.top_k).indices)
         tokens.weights.fill_(1 / self._router.top_k)
         return tokens.rows
-
-    def own(self, count: int) -> range:
-        return range(count)
 
     def reduce(self, parts: torch.Tensor) -> torch.Tensor:
         return parts[: len(parts) // self._of]
@@ -111,7 +105,7 @@ def model_of(
 ) -> RankModel:
     """The same, of these sizes."""
     group = config.rank_of > 1
-    exchange = cast(Exchange, Strangers(config.rank_of, sizes.hidden_size, sizes.router)) if group else NO_EXCHANGE
+    exchange = Strangers(config.rank_of, sizes.hidden_size, sizes.router) if group else NO_EXCHANGE
     return RankModel.build(
         sizes,
         ranks=config.rank_of,

@@ -18,9 +18,8 @@ from benchmarks.fetch.lender import Lender
 from benchmarks.fetch.link import throttled
 from control.messages import AttemptId, Destination, Peer
 from engine.chunked import ChunkedPrefill, PrefillJob
-from kernels.attention import choose_backend
 from kvcache.paged_pool import PagedKVPool, PagedSequence
-from model.loader import load_model, read_spec
+from model.loader import choose_backend, load_model, read_spec
 from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
 from model.tiny import write_tiny_checkpoint

@@ -8,11 +8,11 @@ from functools import partial
 import torch
 
 from benchmarks.graph_timing import median_us
-from kernels.dispatch import ops_for
 from kernels.fp8 import FP8, blocks
 from kernels.operands import BlockFp8, RmsNorm, RouterConfig, SwiGluWeights
+from kernels.ops import ops_for
 from model.feed_forward import Router
-from model.routed import RoutedTokens
+from model.shard import RoutedTokens
 
 LINEAR = {
     "V3.2 q_a, kv_a, index wk": (2240, 7168),

@@ -15,8 +15,8 @@ from control.messages import Sampling
 from engine.grammar.masks import MaskWriter
 from engine.grammar.state import CompiledGrammar
 from engine.runner import LaunchedStep, ModelRunner
-from kernels.attention import choose_backend
 from model.config import network_config
+from model.loader import choose_backend
 from model.network import Network
 from model.sparse_model import SparseModel
 from model.tiny import tiny_config

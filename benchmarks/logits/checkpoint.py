@@ -14,11 +14,10 @@ from benchmarks.loading import Wanted
 from kernels.fp8 import FP8, quantise_weight
 from kernels.operands import BlockFp8
 from model.config import NetworkConfig, network_config
+from model.families import published_config
 from model.network import Network
-from model.shapes import published_config
 from model.stored_weights import SCALES
-from model.tiny import write_without_weights
-from model.tiny_fp8 import quantization_config
+from model.tiny import quantization_config, write_without_weights
 
 PublishedShape = Literal["deepseek-v3.2", "glm-5.2"]
 _POWER_OF_TWO = {"deepseek-v3.2": True, "glm-5.2": False}

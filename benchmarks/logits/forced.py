@@ -1,27 +1,17 @@
 """Logits of a served model, teacher-forced: a prompt in chunks, and then decode steps of several of its tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from kernels.operands import PagedKeys
+from model.config import ModelSpec
 from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
-from model.spec import ModelSpec
 
 _PAGE_SIZE = 64
 _NAN = 0xFF
 """In every format."""
-
-
-@dataclass(frozen=True)
-class _Pages:
-    """`PagedKeys` of consecutive tokens of one text. lengths: None, as in recorded steps."""
-
-    keys: torch.Tensor
-    page_table: torch.Tensor
-    seq_lens: torch.Tensor
-    lengths: Sequence[int] | None = None
 
 
 class Text:
@@ -57,11 +47,11 @@ class Text:
     def append_index_keys(self, index_layer: int, keys: torch.Tensor) -> None:
         self._keys[index_layer, self.positions] = keys
 
-    def index_pages(self, index_layer: int) -> _Pages:
+    def index_pages(self, index_layer: int) -> PagedKeys:
         pages = self._keys[index_layer]
         pages = pages.view(-1, _PAGE_SIZE, pages.shape[1])
         table = torch.arange(len(pages), device=pages.device).repeat(len(self.positions), 1)
-        return _Pages(pages, table, self.positions + 1)
+        return PagedKeys(pages, table, self.positions + 1)
 
     def swap_in(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         return positions

@@ -2,7 +2,7 @@
 
 Written for comparison, from the names of the published checkpoints, without the network and the kernels of this
 project. What it shares with them are definitions: the configuration, products in block-fp8 (`kernels.fp8`), and the
-bytes of KV in fp8 (`kvcache.fp8_format`).
+bytes of KV in fp8 (`kvcache.format`).
 
 The published arithmetic is that of inference/model.py and kernel.py of DeepSeek-V3.2-Exp: activations in bfloat16,
 quantised for each product with a block-fp8 weight; norms, rotation, router, scores, softmax and the sum of experts in
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import fp8
-from kvcache.fp8_format import Fp8Format
+from kvcache.format import Fp8Format
 from model.config import NetworkConfig
 from model.families import LayerKind
 

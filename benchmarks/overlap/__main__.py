@@ -27,8 +27,7 @@ from benchmarks.serving.client import Client, Endpoint, Outcome
 from benchmarks.serving.services import wait_ready
 from benchmarks.serving.workload import RandomPrompts
 from cli.serve import Child, die_with_parent, free_port, processes, terminate
-from model.families import ShapeName
-from model.shapes import published_config
+from model.families import ShapeName, published_config
 from model.tiny import write_tiny_checkpoint, write_without_weights
 
 _ANSWER_TOKENS = 2048

@@ -2,13 +2,13 @@
 
 import torch
 
-from kernels.attention import choose_backend
 from kvcache.paged_pool import PagedKVPool, PagedSequence
+from model.config import ModelSpec
+from model.loader import choose_backend
 from model.passes import PrefillChunk
 from model.roofline import RankModel
 from model.shard import Exchange
 from model.sparse_model import SparseModel
-from model.spec import ModelSpec
 
 _PAGE_SIZE = 64
 _FILL_ROWS = 1 << 14
@@ -37,7 +37,7 @@ class Prompt:
         self._model.prefill([self._chunk])
 
 
-class MarkedExchange:
+class MarkedExchange(Exchange):
     """Tells when experts begin and end: what they compute lies between gathering and reducing."""
 
     def __init__(self, inner: Exchange, device: torch.device) -> None:

@@ -11,8 +11,8 @@ from benchmarks.decode.config import DecodeBench
 from benchmarks.decode.workload import build_model
 from benchmarks.ranks.steps import of_rank
 from engine.chunked import ChunkedPrefill, PrefillJob
-from kernels.attention import choose_backend
 from kvcache.paged_pool import PagedKVPool
+from model.loader import choose_backend
 from model.roofline import RankModel
 from model.shard import Exchange
 from model.sparse_model import SparseModel

@@ -11,8 +11,8 @@ import torch
 from benchmarks.decode.workload import Requests
 from benchmarks.stepping import GREEDY, launch
 from engine.runner import ModelRunner
-from kernels.attention import choose_backend
 from model.feed_forward import MixtureOfExperts
+from model.loader import choose_backend
 from model.network import Network
 from model.roofline import RankModel, work_of_step
 from model.shard import Exchange

@@ -28,13 +28,12 @@ from hisparse.coordinator import HiSparseCoordinator
 from hisparse.sizing import plan_sizes
 from hisparse.swap_in import StagedKV
 from hisparse.tiers import build_tiers
-from kernels.attention import choose_backend
+from kernels.attention import AttentionBackend
 from kernels.operands import IndexQueries, PagedKeys
-from kernels.ops import AttentionBackend
 from kvcache.paged_pool import PagedKVPool
-from model.loader import load_model, read_spec, resolve_dtype
+from model.config import ModelSpec
+from model.loader import choose_backend, load_model, read_spec, resolve_dtype
 from model.sparse_model import SparseModel
-from model.spec import ModelSpec
 
 _PAGE = 64
 _CHUNK = 2048

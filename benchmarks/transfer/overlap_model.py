@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from model.config import ModelSpec
 from model.passes import PrefillChunk
-from model.spec import ModelSpec
 
 LAYERS = 8
 VOCAB = 16

@@ -1,6 +1,6 @@
 """`kernels.ops.Ops` of bfloat16 on CUDA: one Triton kernel, or a few, where torch has a chain of small ones.
 
-Imported only where it was chosen (`kernels.dispatch`): a machine without a GPU need not have Triton. Attention is in
+Imported only where it was chosen (`kernels.ops`): a machine without a GPU need not have Triton. Attention is in
 `kernels.triton.attention`, which also needs what compiles csrc/.
 """
 

@@ -20,9 +20,9 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from kernels.attend_items import TILE_HEADS, TILE_ITEMS, ItemsToAttend, attend_items
-from kernels.fp8_kv import PUBLISHED, SCALE_BYTES, SCALED_TOGETHER, Fp8Layout
+from kernels.kv_format import PUBLISHED, SCALE_BYTES, SCALED_TOGETHER, Fp8Layout
 from kernels.launch import is_hopper
-from kernels.triton.launch import MIN_TILE, chained, follow, on, properties, tile_width
+from kernels.triton.launch import MIN_TILE, follow, launch, properties, tile_width
 
 _FEW_HEADS = 32
 """So many heads do not fill a tile of 64."""
@@ -61,7 +61,7 @@ class Splits:
 def attend_rows(
     queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
 ) -> torch.Tensor:
-    """Attend each query to its own rows of a pool, of vectors in the queries' type: see `kernels.ops.AttentionBackend`.
+    """Attend each query to its own rows of a pool, of vectors in the queries' type: see `AttentionBackend`.
 
     A query may also have no row at all; it attends to zero. The launch depends on shapes alone and waits for nothing,
     so it can be captured in a CUDA graph. Raises ValueError for tensors that do not fit together.
@@ -101,7 +101,7 @@ def attend_fp8_rows(
     if use_cuda_kernel and is_published and heads > _FEW_HEADS and is_hopper(queries.device):
         return _attend(queries, kv, rows, scaling, latent_dim, _CUDA_TILING, _by_cuda, splits)
     kernel = partial(_by_triton, num_scales=layout.num_scales)
-    return _attend(queries, kv, rows, scaling, latent_dim, _fp8_tiling(heads, queries.device), kernel, splits)
+    return _attend(queries, kv, rows, scaling, latent_dim, _tiling(queries, in_fp8=True), kernel, splits)
 
 
 def _by_triton(given: ItemsToAttend, tiling: _Tiling, num_scales: int) -> None:
@@ -112,14 +112,15 @@ def _by_triton(given: ItemsToAttend, tiling: _Tiling, num_scales: int) -> None:
     block_latent = tile_width(latent_dim)
     # With a tile or two there is nothing to fetch ahead.
     stages = tiling.stages if given.rows_per_split > 2 * tiling.rows else min(tiling.stages, 2)
-    _attend_split[(num_queries * triton.cdiv(heads, tiling.heads), given.partial.shape[2])](
+    launch(
+        _attend_split, (num_queries * triton.cdiv(heads, tiling.heads), given.partial.shape[2]), kv.device,
         given.queries, *pools, given.rows, given.partial, given.log_sums,
         pools[0].stride(0), given.rows.shape[1], given.rows_per_split, given.scale,
         heads, latent_dim, item_dim, num_scales,
         block_heads=tiling.heads, block_rows=tiling.rows,
         block_latent=max(block_latent, SCALED_TOGETHER) if num_scales else block_latent,
         block_rope=tile_width(item_dim - latent_dim),
-        num_warps=tiling.warps, num_stages=stages, **chained(kv.device),
+        num_warps=tiling.warps, num_stages=stages,
     )  # fmt: skip
 
 
@@ -149,12 +150,9 @@ def _attend(
     if num_splits > 1:
         means = queries.new_empty(num_queries, heads, num_splits, latent_dim, dtype=splits.partial)
     scale = scaling * math.log2(math.e)
-    with on(queries.device):
-        kernel(
-            ItemsToAttend(queries.contiguous(), kv, rows.contiguous(), means, log_sums, rows_per_split, scale), tiling
-        )
-        if num_splits > 1:
-            combine(means, log_sums, output)
+    kernel(ItemsToAttend(queries.contiguous(), kv, rows.contiguous(), means, log_sums, rows_per_split, scale), tiling)
+    if num_splits > 1:
+        combine(means, log_sums, output)
     return output
 
 
@@ -172,32 +170,28 @@ def combine(
     block_splits, width = triton.next_power_of_2(num_splits), tile_width(latent_dim)
     block_latent = min(width, max(128, elements // block_splits))
     block_rows = max(1, elements // (block_splits * block_latent))
-    _combine[(triton.cdiv(num_queries * heads, block_rows), triton.cdiv(latent_dim, block_latent))](
+    launch(
+        _combine, (triton.cdiv(num_queries * heads, block_rows), triton.cdiv(latent_dim, block_latent)), means.device,
         means, log_sums, output, num_queries * heads, num_splits, latent_dim,
         block_rows=block_rows, block_splits=block_splits, block_latent=block_latent, num_warps=warps,
-        **chained(means.device),
     )  # fmt: skip
 
 
-def _tiling(queries: torch.Tensor) -> _Tiling:
-    """The fastest that was found on an H200, at 1 to 64 queries and at prompt chunks, for what the device can hold."""
+def _tiling(queries: torch.Tensor, in_fp8: bool = False) -> _Tiling:
+    """The fastest that was found on an H200, at 1 to 64 queries and at prompt chunks, for what the device can hold.
+
+    in_fp8: items are. Those in flight take half the room, and the tile that is multiplied takes its own.
+    """
     heads, device = queries.shape[1], queries.device
     if queries.dtype.itemsize > 2:
         return _Tiling(heads=MIN_TILE, rows=MIN_TILE, warps=4, stages=1, waves=2)
     if heads > _FEW_HEADS and properties(device).shared_memory_per_block_optin >= _LARGE_TILES_BYTES:
         return _Tiling(heads=64, rows=64, warps=8, stages=3, waves=1)
-    return _Tiling(heads=MIN_TILE, rows=32, warps=4, stages=5, waves=2)
+    return _Tiling(heads=MIN_TILE, rows=32, warps=4, stages=3 if in_fp8 else 5, waves=2)
 
 
 _CUDA_TILING = _Tiling(heads=TILE_HEADS, rows=TILE_ITEMS, warps=12, stages=1, waves=1)
 """What csrc/attend_items.cu is written for."""
-
-
-def _fp8_tiling(heads: int, device: torch.device) -> _Tiling:
-    """As for bfloat16. fp8 items in flight take half the room, and the tile that is multiplied takes its own."""
-    if heads > _FEW_HEADS and properties(device).shared_memory_per_block_optin >= _LARGE_TILES_BYTES:
-        return _Tiling(heads=64, rows=64, warps=8, stages=3, waves=1)
-    return _Tiling(heads=MIN_TILE, rows=32, warps=4, stages=3, waves=2)
 
 
 def _splits(programs: int, k: int, tiling: _Tiling, most: int, device: torch.device) -> tuple[int, int]:

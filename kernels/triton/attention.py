@@ -1,11 +1,10 @@
-"""Sparse attention by Triton kernels, and top-k by a kernel of csrc/. See `kernels.ops.AttentionBackend`."""
+"""Sparse attention by Triton kernels, and top-k by a kernel of csrc/. See `kernels.attention.AttentionBackend`."""
 
 import torch
 
-from kernels.attention import TorchBackend
-from kernels.fp8_kv import Fp8Layout
+from kernels.attention import AttentionBackend
+from kernels.kv_format import Fp8Layout, KVFormat
 from kernels.operands import IndexQueries, LayerNorm, PagedKeys, RmsNorm, Rope
-from kernels.ops import KVCodec
 from kernels.top_k import top_positions
 from kernels.triton.attend import attend_fp8_rows, attend_rows
 from kernels.triton.encode import encode_index_keys, encode_index_queries, encode_items
@@ -15,7 +14,7 @@ from kernels.triton.index_scores import StoredKeys, decode_scores, prompt_scores
 SCORE_BLOCK_BYTES = 64 << 20
 
 
-class TritonBackend(TorchBackend):
+class TritonBackend(AttentionBackend):
     """KV as vectors of the network's type, encoded by torch. Never waits for the device.
 
     Of equal scores it selects the first, which may differ from what the torch backend selects.
@@ -55,7 +54,7 @@ class TritonBackend(TorchBackend):
 class Fp8TritonBackend(TritonBackend):
     """KV in fp8, which kernels write and read as it is stored."""
 
-    def __init__(self, kv_format: KVCodec, layout: Fp8Layout) -> None:
+    def __init__(self, kv_format: KVFormat, layout: Fp8Layout) -> None:
         super().__init__(kv_format)
         self._layout = layout
 

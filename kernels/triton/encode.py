@@ -1,6 +1,6 @@
 """fp8 KV is written by one kernel per item and one per index key: norm, rotary embedding, rotation, scales and bytes.
 
-`kernels.fp8_kv` has the layouts, `kvcache.fp8_format` the rules. Only the bytes are rounded, and index keys and queries
+`kernels.kv_format` has the layouts, `kvcache.format` the rules. Only the bytes are rounded, and index keys and queries
 to bfloat16, as they are in other formats, before they are multiplied by the Hadamard matrix.
 
 A step calls these kernels for few tokens, so that the time is that of one program: its loads are all issued before any
@@ -13,9 +13,9 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from kernels.fp8 import LEAST_AMAX, MAX
-from kernels.fp8_kv import SCALE_BYTES, SCALED_TOGETHER, Fp8Layout
+from kernels.kv_format import SCALE_BYTES, SCALED_TOGETHER, Fp8Layout
 from kernels.operands import IndexQueries, LayerNorm, RmsNorm, Rope
-from kernels.triton.launch import MIN_TILE, chained, follow, on
+from kernels.triton.launch import MIN_TILE, follow, launch
 
 _LARGEST = tl.constexpr(MAX)
 _LEAST_AMAX = tl.constexpr(LEAST_AMAX)
@@ -33,16 +33,15 @@ def encode_items(compressed: torch.Tensor, norm: RmsNorm, rope: Rope, layout: Fp
     tokens, latent_dim, rope_dim, cos, sin = len(compressed), layout.latent_dim, layout.rope_dim, rope.cos, rope.sin
     _check(compressed, latent_dim + rope_dim, cos, sin, rope_dim)
     stored = compressed.new_empty(tokens, layout.item_bytes, dtype=torch.uint8)
-    if tokens:
-        with on(compressed.device):
-            _encode_items[(tokens,)](
-                compressed, norm.weight, cos, sin,
-                stored.view(torch.float8_e4m3fn), stored.view(torch.float32), stored.view(torch.bfloat16),
-                compressed.stride(0), cos.stride(0), sin.stride(0), norm.eps,
-                latent_dim, rope_dim, layout.item_bytes, layout.num_scales,
-                together=SCALED_TOGETHER, block_scales=triton.next_power_of_2(layout.num_scales),
-                block_rope=triton.next_power_of_2(rope_dim), num_warps=4, **chained(compressed.device),
-            )  # fmt: skip
+    launch(
+        _encode_items, (tokens,), compressed.device,
+        compressed, norm.weight, cos, sin,
+        stored.view(torch.float8_e4m3fn), stored.view(torch.float32), stored.view(torch.bfloat16),
+        compressed.stride(0), cos.stride(0), sin.stride(0), norm.eps,
+        latent_dim, rope_dim, layout.item_bytes, layout.num_scales,
+        together=SCALED_TOGETHER, block_scales=triton.next_power_of_2(layout.num_scales),
+        block_rope=triton.next_power_of_2(rope_dim), num_warps=4,
+    )  # fmt: skip
     return stored
 
 
@@ -60,15 +59,13 @@ def encode_index_keys(
     if dim < MIN_TILE or rope_dim > dim:
         raise ValueError(f"expected {rope_dim} or more of at least 16 elements, found {dim}")
     stored = projected.new_empty(tokens, layout.index_key_bytes, dtype=torch.uint8)
-    if tokens:
-        with on(projected.device):
-            _encode_index_keys[(tokens,)](
-                projected, norm.weight, norm.bias, cos, sin,
-                stored.view(torch.float8_e4m3fn), stored.view(torch.float32),
-                projected.stride(0), cos.stride(0), sin.stride(0), norm.eps, dim**-0.5,
-                dim, rope_dim, interleaved,
-                num_warps=1, **chained(projected.device),
-            )  # fmt: skip
+    launch(
+        _encode_index_keys, (tokens,), projected.device,
+        projected, norm.weight, norm.bias, cos, sin,
+        stored.view(torch.float8_e4m3fn), stored.view(torch.float32),
+        projected.stride(0), cos.stride(0), sin.stride(0), norm.eps, dim**-0.5,
+        dim, rope_dim, interleaved, num_warps=1,
+    )  # fmt: skip
     return stored
 
 
@@ -84,15 +81,13 @@ def encode_index_queries(index: IndexQueries) -> IndexQueries:
     weights = sums.parts.new_empty(tokens, heads)
     if sums.parts.stride(-1) != 1:
         raise ValueError(f"expected contiguous rows of head weights, found strides {sums.parts.stride()}")
-    if tokens:
-        with on(queries.device):
-            _encode_index_queries[(tokens, triton.cdiv(heads, _HEADS))](
-                index.queries.contiguous(), sums.parts, queries, weights,
-                sums.parts.stride(0), sums.parts.stride(1), sums.scale, dim**-0.5,
-                len(sums.parts), heads, dim,
-                block_parts=triton.next_power_of_2(len(sums.parts)), block_heads=_HEADS,
-                num_warps=1, **chained(queries.device),
-            )  # fmt: skip
+    launch(
+        _encode_index_queries, (tokens, triton.cdiv(heads, _HEADS)), queries.device,
+        index.queries.contiguous(), sums.parts, queries, weights,
+        sums.parts.stride(0), sums.parts.stride(1), sums.scale, dim**-0.5,
+        len(sums.parts), heads, dim,
+        block_parts=triton.next_power_of_2(len(sums.parts)), block_heads=_HEADS, num_warps=1,
+    )  # fmt: skip
     return IndexQueries.of(queries, weights)
 
 

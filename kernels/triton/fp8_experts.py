@@ -17,7 +17,7 @@ from kernels.fp8 import BLOCK, FP8, blocks, check_scales
 from kernels.operands import SwiGluWeights
 from kernels.triton.fp8_quantise import swiglu_quantise
 from kernels.triton.fp8_tile import Tiling, described, multiply, multiply_wide
-from kernels.triton.launch import chained, follow, on, properties
+from kernels.triton.launch import follow, launch, properties
 from kernels.triton.routing import Sorted, sort_pairs, weighted_sum
 
 FEW = 1024
@@ -49,7 +49,7 @@ def experts_fp8(
     """See `kernels.ops.Ops`. H and W have to be multiples of 16 and of 128.
 
     x: float8_e4m3fn [T, H]; x_scales: float32 [T, H / 128 rounded up], of any strides; ids: int32 or int64 [T, k];
-    weights: float32 [T, k]. The rows of each may lie apart, as those of `model.routed.RoutedTokens` do. Raises
+    weights: float32 [T, k]. The rows of each may lie apart, as those of `model.shard.RoutedTokens` do. Raises
     ValueError for tensors that do not fit together.
     """
     gate_up, down = experts.gate_up, experts.down
@@ -124,17 +124,17 @@ def _product(
         return out
     tiles_n = triton.cdiv(n, cut.n)
     programs = properties(x.device).multi_processor_count * cut.per_sm if x.is_cuda else 4
-    with on(x.device):
-        _experts[(min(programs, len(order.tiles) * tiles_n * splits),)](
-            described(weight, cut.n), scales,
-            x, x.stride(0), x_scales, *x_scales.stride(),
-            order.pairs, order.table, out,
-            pairs, n, k, blocks(n), blocks(k), run, top_k, splits,
-            gathers=top_k > 0, shares=splits > 1, compiled=x.is_cuda, ragged=k % BLOCK != 0,
-            folds=splits == 1 and run < blocks(k), tokens_left=cut.tokens_left,
-            block_n=cut.n, block_m=cut.m, stages=cut.stages, unroll=cut.unroll,
-            num_warps=cut.warps, maxnreg=cut.registers, **chained(x.device),
-        )  # fmt: skip
+    launch(
+        _experts, (min(programs, len(order.tiles) * tiles_n * splits),), x.device,
+        described(weight, cut.n), scales,
+        x, x.stride(0), x_scales, *x_scales.stride(),
+        order.pairs, order.table, out,
+        pairs, n, k, blocks(n), blocks(k), run, top_k, splits,
+        gathers=top_k > 0, shares=splits > 1, compiled=x.is_cuda, ragged=k % BLOCK != 0,
+        folds=splits == 1 and run < blocks(k), tokens_left=cut.tokens_left,
+        block_n=cut.n, block_m=cut.m, stages=cut.stages, unroll=cut.unroll,
+        num_warps=cut.warps, maxnreg=cut.registers,
+    )  # fmt: skip
     return out
 
 

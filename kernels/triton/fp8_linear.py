@@ -19,7 +19,7 @@ from kernels.fp8 import BLOCK, FP8, blocks, check_scales
 from kernels.operands import SwiGluWeights
 from kernels.triton.fp8_quantise import swiglu_quantise
 from kernels.triton.fp8_tile import Tiling, described, multiply
-from kernels.triton.launch import chained, follow, on
+from kernels.triton.launch import follow, launch
 
 FEW = 64
 """The most tokens that the Triton kernel serves, where torch's can serve more."""
@@ -125,15 +125,14 @@ def partial_product(
         out = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
     else:
         out = torch.empty(splits, m, n, dtype=torch.float32, device=x.device)
-    if m and n:
-        with on(x.device):
-            _linear[(triton.cdiv(n, cut.n), splits, triton.cdiv(m, cut.m))](
-                described(weight, cut.n), scales, x, x_scales, x_scales.stride(1), out,
-                m, n, k, blocks(k), run if splits > 1 else blocks(k),
-                ragged=k % BLOCK != 0, tokens_left=cut.tokens_left,
-                block_n=cut.n, block_m=cut.m, stages=cut.stages, unroll=cut.unroll,
-                num_warps=cut.warps, maxnreg=cut.registers, **chained(x.device),
-            )  # fmt: skip
+    launch(
+        _linear, (triton.cdiv(n, cut.n), splits, triton.cdiv(m, cut.m)), x.device,
+        described(weight, cut.n), scales, x, x_scales, x_scales.stride(1), out,
+        m, n, k, blocks(k), run if splits > 1 else blocks(k),
+        ragged=k % BLOCK != 0, tokens_left=cut.tokens_left,
+        block_n=cut.n, block_m=cut.m, stages=cut.stages, unroll=cut.unroll,
+        num_warps=cut.warps, maxnreg=cut.registers,
+    )  # fmt: skip
     return out
 
 
@@ -144,8 +143,7 @@ def reduce_fp8(parts: torch.Tensor) -> torch.Tensor:
     splits, m, n = parts.shape
     out = torch.empty(m, n, dtype=torch.bfloat16, device=parts.device)
     block = 512
-    with on(parts.device):
-        _add_up[(triton.cdiv(m * n, block),)](parts, out, m * n, splits, block, num_warps=4, **chained(parts.device))
+    launch(_add_up, (triton.cdiv(m * n, block),), parts.device, parts, out, m * n, splits, block, num_warps=4)
     return out
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from kernels.fp8 import BLOCK, FP8, LEAST_AMAX, MAX, blocks
-from kernels.triton.launch import chained, follow, on
+from kernels.triton.launch import follow, launch
 
 _BLOCK = tl.constexpr(BLOCK)
 _MAX = tl.constexpr(MAX)
@@ -31,11 +31,10 @@ def quantise(x: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.T
     if x.stride(1) != 1 and k > 1:
         raise ValueError(f"expected contiguous rows, found strides {x.stride()}")
     values, scales = new_quantised(m, k, x.device)
-    if m:
-        with on(x.device):
-            _quantise[(m, triton.cdiv(blocks(k), _GROUPS))](
-                x, values, scales, x.stride(0), m, k, power_of_two, groups=_GROUPS, num_warps=4, **chained(x.device)
-            )
+    launch(
+        _quantise, (m, triton.cdiv(blocks(k), _GROUPS)), x.device,
+        x, values, scales, x.stride(0), m, k, power_of_two, groups=_GROUPS, num_warps=4,
+    )  # fmt: skip
     return values, scales
 
 
@@ -50,13 +49,11 @@ def swiglu_quantise(
     splits = len(gate_up) if gate_up.dim() == 3 else 1
     m, width = gate_up.shape[-2], gate_up.shape[-1] // 2
     values, scales = new_quantised(m, width, gate_up.device)
-    if m:
-        programs = m if rows is None else min(m, _ROW_PROGRAMS)
-        with on(gate_up.device):
-            _swiglu_quantise[(programs, triton.cdiv(blocks(width), _GROUPS))](
-                gate_up, rows, values, scales, m, width, splits, power_of_two,
-                groups=_GROUPS, num_warps=4, **chained(gate_up.device),
-            )  # fmt: skip
+    programs = m if rows is None else min(m, _ROW_PROGRAMS)
+    launch(
+        _swiglu_quantise, (programs, triton.cdiv(blocks(width), _GROUPS)), gate_up.device,
+        gate_up, rows, values, scales, m, width, splits, power_of_two, groups=_GROUPS, num_warps=4,
+    )  # fmt: skip
     return values, scales
 
 

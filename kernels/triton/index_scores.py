@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from kernels.fp8_kv import SCALE_BYTES
+from kernels.kv_format import SCALE_BYTES
 from kernels.launch import is_hopper
 from kernels.operands import IndexQueries, PagedKeys
 from kernels.score_keys import PagesToScore, PromptToScore, score_pages, score_prompt
-from kernels.triton.launch import MIN_TILE, chained, follow, on, properties, tile_width
+from kernels.triton.launch import MIN_TILE, follow, launch, properties, tile_width
 
 _SCALE_BYTES = tl.constexpr(SCALE_BYTES)
 
@@ -75,15 +75,15 @@ def decode_scores(
     tiles = triton.cdiv(width, tiling.positions)
     programs = (waves or tiling.waves) * properties(vectors.device).multi_processor_count
     tiles_per_program = triton.cdiv(tiles * batch, programs)
-    with on(vectors.device):
-        _score_pages[(batch, triton.cdiv(tiles, tiles_per_program))](
-            index.queries.contiguous(), index.head_weights.contiguous(),
-            vectors, vectors if keys.scales is None else keys.scales, table, pages.seq_lens, scores,
-            vectors.stride(0), table.stride(0), width, tiles_per_program, dim**-0.5, heads, dim, page_size,
-            key_stride=vectors.stride(1), scaled=keys.scales is not None,
-            block_heads=tiling.heads, block_dim=_tile_dim(dim, vectors), block_positions=tiling.positions,
-            num_warps=tiling.warps, num_stages=tiling.stages, **chained(scores.device),
-        )  # fmt: skip
+    launch(
+        _score_pages, (batch, triton.cdiv(tiles, tiles_per_program)), vectors.device,
+        index.queries.contiguous(), index.head_weights.contiguous(),
+        vectors, vectors if keys.scales is None else keys.scales, table, pages.seq_lens, scores,
+        vectors.stride(0), table.stride(0), width, tiles_per_program, dim**-0.5, heads, dim, page_size,
+        key_stride=vectors.stride(1), scaled=keys.scales is not None,
+        block_heads=tiling.heads, block_dim=_tile_dim(dim, vectors), block_positions=tiling.positions,
+        num_warps=tiling.warps, num_stages=tiling.stages,
+    )  # fmt: skip
     return scores
 
 
@@ -104,15 +104,15 @@ def prompt_scores(index: IndexQueries, keys: StoredKeys, start: int, use_cuda_ke
     scores = index.head_weights.new_empty(num_queries, num_keys)
     wide = vectors.dtype.itemsize > 2
     block_queries, block_keys = (32, 32) if wide else (128, 128)
-    with on(vectors.device):
-        _score_prompt[(triton.cdiv(num_keys, block_keys), triton.cdiv(num_queries, block_queries))](
-            index.queries.contiguous(), index.head_weights.contiguous(),
-            vectors, vectors if keys.scales is None else keys.scales, scores,
-            num_queries, num_keys, start, dim**-0.5, heads, dim,
-            key_stride=vectors.stride(0), scaled=keys.scales is not None,
-            block_queries=block_queries, block_keys=block_keys, block_dim=_tile_dim(dim, vectors),
-            num_warps=8, num_stages=1 if wide else 3, **chained(scores.device),
-        )  # fmt: skip
+    launch(
+        _score_prompt, (triton.cdiv(num_keys, block_keys), triton.cdiv(num_queries, block_queries)), vectors.device,
+        index.queries.contiguous(), index.head_weights.contiguous(),
+        vectors, vectors if keys.scales is None else keys.scales, scores,
+        num_queries, num_keys, start, dim**-0.5, heads, dim,
+        key_stride=vectors.stride(0), scaled=keys.scales is not None,
+        block_queries=block_queries, block_keys=block_keys, block_dim=_tile_dim(dim, vectors),
+        num_warps=8, num_stages=1 if wide else 3,
+    )  # fmt: skip
     return scores
 
 

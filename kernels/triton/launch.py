@@ -48,6 +48,13 @@ def chained(device: torch.device) -> dict[str, bool]:
     return {"chained": can, "launch_pdl": can}
 
 
+def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **options: Any) -> None:
+    """Launch a kernel with a parameter `chained`, if the grid has programs."""
+    if 0 not in grid:
+        with on(device):
+            kernel[grid](*args, **options, **chained(device))
+
+
 @triton.jit
 def follow(chained: constexpr) -> None:
     """Wait for the kernel before, and let the next one come."""

@@ -8,7 +8,7 @@ from triton.language import constexpr, tensor
 from kernels.fp8 import BLOCK, FP8, blocks
 from kernels.operands import Activations, BlockFp8, Pair, RmsNorm
 from kernels.triton.fp8_quantise import new_quantised, quantised
-from kernels.triton.launch import chained, follow, on
+from kernels.triton.launch import follow, launch
 
 _BLOCK = tl.constexpr(BLOCK)
 _PER_THREAD = 32
@@ -52,15 +52,14 @@ def add_rms_norm(
             found = [(list(one.shape), one.dtype, one.stride()) for one in (values, scales)]
             raise ValueError(f"expected room for values [{count}, {dim}] in fp8 and float32 scales, found {found}")
     block = max(BLOCK, triton.next_power_of_2(dim))
-    if count:
-        with on(hidden.device):
-            _rms_norm[(count,)](
-                hidden, addend, weight, summed, dense, values, scales,
-                hidden.stride(0), 0 if addend is None else addend.stride(-2), 0 if values is None else values.stride(0),
-                *((0, 0) if scales is None else scales.stride()),
-                count, dim, norm.eps, fp8 is not None and fp8.power_of_two, parts, block,
-                num_warps=max(1, min(16, block // 32 // _PER_THREAD)), **chained(hidden.device),
-            )  # fmt: skip
+    launch(
+        _rms_norm, (count,), hidden.device,
+        hidden, addend, weight, summed, dense, values, scales,
+        hidden.stride(0), 0 if addend is None else addend.stride(-2), 0 if values is None else values.stride(0),
+        *((0, 0) if scales is None else scales.stride()),
+        count, dim, norm.eps, fp8 is not None and fp8.power_of_two, parts, block,
+        num_warps=max(1, min(16, block // 32 // _PER_THREAD)),
+    )  # fmt: skip
     return summed, Activations(dense, values, scales)
 
 

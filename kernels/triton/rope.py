@@ -6,7 +6,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from kernels.operands import Rope
-from kernels.triton.launch import chained, follow, on
+from kernels.triton.launch import follow, launch
 
 _MAX_HEADS = 8
 """Heads per program."""
@@ -26,15 +26,13 @@ def rotate(x: torch.Tensor, beside: torch.Tensor, rope: Rope, *, interleaved: bo
         )
     out = x.new_empty(tokens, heads, rope_dim + width)
     block_heads = min(triton.next_power_of_2(heads), _MAX_HEADS)
-    if tokens:
-        with on(x.device):
-            _rotate[(tokens, triton.cdiv(heads, block_heads))](
-                x, beside, cos, sin, out,
-                *x.stride()[:2], *beside.stride()[:2], cos.stride(0), sin.stride(0),
-                heads, half, width, interleaved, beside_first,
-                block_heads, block_half=triton.next_power_of_2(half), block_width=triton.next_power_of_2(max(width, 1)),
-                **chained(x.device),
-            )  # fmt: skip
+    launch(
+        _rotate, (tokens, triton.cdiv(heads, block_heads)), x.device,
+        x, beside, cos, sin, out,
+        *x.stride()[:2], *beside.stride()[:2], cos.stride(0), sin.stride(0),
+        heads, half, width, interleaved, beside_first,
+        block_heads, block_half=triton.next_power_of_2(half), block_width=triton.next_power_of_2(max(width, 1)),
+    )  # fmt: skip
     return out
 
 

@@ -17,7 +17,7 @@ from triton.language import constexpr, tensor
 
 from kernels import torch_ops
 from kernels.operands import Pair, PartialSums, RouterConfig
-from kernels.triton.launch import MIN_TILE, chained, follow, on
+from kernels.triton.launch import MIN_TILE, follow, launch
 
 MOST_TOKENS = 128
 """The most tokens that the kernel multiplies. For more of them there is more arithmetic than reading."""
@@ -62,13 +62,12 @@ def partial_products(
     block_tokens = min(_MOST_TOKENS, max(MIN_TILE, triton.next_power_of_2(tokens)))
     runs = triton.cdiv(channels, block_channels)
     parts = torch.empty((runs, tokens, rows), dtype=torch.float32, device=x.device)
-    if tokens:
-        with on(x.device):
-            _partial_products[(triton.cdiv(rows, block_rows), runs, triton.cdiv(tokens, block_tokens))](
-                x, weight, parts, tokens, x.stride(0), rows, channels,
-                block_rows=block_rows, block_channels=block_channels, block_tokens=block_tokens,
-                step=min(_STEP, block_channels), num_warps=4, **chained(x.device),
-            )  # fmt: skip
+    launch(
+        _partial_products, (triton.cdiv(rows, block_rows), runs, triton.cdiv(tokens, block_tokens)), x.device,
+        x, weight, parts, tokens, x.stride(0), rows, channels,
+        block_rows=block_rows, block_channels=block_channels, block_tokens=block_tokens,
+        step=min(_STEP, block_channels), num_warps=4,
+    )  # fmt: skip
     return parts
 
 
@@ -126,17 +125,16 @@ def choose_experts(logits: PartialSums, bias: torch.Tensor, rule: RouterConfig, 
     if any(one.shape != (tokens, rule.top_k) or one.stride(1) != 1 for one in room) or weights.dtype != torch.float32:
         found = [(list(one.shape), one.dtype, one.stride()) for one in room]
         raise ValueError(f"expected float32 weights and ids [{tokens}, {rule.top_k}] in rows, found {found}")
-    if tokens:
-        with on(parts.device):
-            _choose[(tokens,)](
-                parts, bias, weights, weights.stride(0), ids, ids.stride(0),
-                tokens, logits.scale, rule.scale,
-                num_parts, rule.top_k, rule.groups, experts // rule.groups, rule.top_groups, rule.normalise,
-                block_parts=min(_PARTS, triton.next_power_of_2(num_parts)), block_k=triton.next_power_of_2(rule.top_k),
-                block_groups=triton.next_power_of_2(rule.groups),
-                block_members=triton.next_power_of_2(experts // rule.groups),
-                num_warps=1, **chained(parts.device),
-            )  # fmt: skip
+    launch(
+        _choose, (tokens,), parts.device,
+        parts, bias, weights, weights.stride(0), ids, ids.stride(0),
+        tokens, logits.scale, rule.scale,
+        num_parts, rule.top_k, rule.groups, experts // rule.groups, rule.top_groups, rule.normalise,
+        block_parts=min(_PARTS, triton.next_power_of_2(num_parts)), block_k=triton.next_power_of_2(rule.top_k),
+        block_groups=triton.next_power_of_2(rule.groups),
+        block_members=triton.next_power_of_2(experts // rule.groups),
+        num_warps=1,
+    )  # fmt: skip
     return weights, ids
 
 

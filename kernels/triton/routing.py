@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from kernels.triton.launch import chained, follow, on
+from kernels.triton.launch import follow, launch
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ def sort_pairs(ids: torch.Tensor, first_expert: int, experts: int, block_m: int,
         torch.empty(shape, dtype=torch.int32, device=ids.device) for shape in (most_rows, count, (1 + most_tiles, 4))
     )
     chunk = min(_CHUNK, max(_LEAST_CHUNK, triton.next_power_of_2(count)))
-    with on(ids.device):
-        _sort[(experts,)](
-            ids, ids.stride(0), pairs, row, table,
-            count, first_expert, shared.start if shared else 0, len(shared or ()),
-            experts if shared is None else experts - 1, block_m,
-            top_k=ids.shape[1], bins=triton.next_power_of_2(experts + 1), chunk=chunk,
-            num_warps=4 if chunk < _CHUNK else 8, **chained(ids.device),
-        )  # fmt: skip
+    launch(
+        _sort, (experts,), ids.device,
+        ids, ids.stride(0), pairs, row, table,
+        count, first_expert, shared.start if shared else 0, len(shared or ()),
+        experts if shared is None else experts - 1, block_m,
+        top_k=ids.shape[1], bins=triton.next_power_of_2(experts + 1), chunk=chunk,
+        num_warps=4 if chunk < _CHUNK else 8,
+    )  # fmt: skip
     return Sorted(pairs, row, table, shared or range(0))
 
 
@@ -152,13 +152,12 @@ def weighted_sum(
     tokens, top_k = ids.shape
     size = out.shape[1]
     block = _SUMMED if tokens <= _SUM_TOKENS else 2 * _SUMMED
-    if tokens:
-        with on(out.device):
-            _weigh[(tokens, triton.cdiv(size, block))](
-                rows, ids, ids.stride(0), weights, weights.stride(0), order.row, order.counts, out,
-                begin, order.shared.start, len(order.shared), len(order.pairs), size, first_expert, count, top_k,
-                splits=len(rows) if rows.dim() == 3 else 1, block=block, num_warps=4, **chained(out.device),
-            )  # fmt: skip
+    launch(
+        _weigh, (tokens, triton.cdiv(size, block)), out.device,
+        rows, ids, ids.stride(0), weights, weights.stride(0), order.row, order.counts, out,
+        begin, order.shared.start, len(order.shared), len(order.pairs), size, first_expert, count, top_k,
+        splits=len(rows) if rows.dim() == 3 else 1, block=block, num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["begin", "shared_first", "shared_count", "num_rows", "first_expert", "count"])

@@ -11,11 +11,11 @@ from benchmarks.decode.timing import StepTiming, part_of
 from benchmarks.decode.workload import GivenSelection, Requests, Strangers, model_of
 from benchmarks.stepping import GREEDY, launch, next_tokens
 from engine.runner import ModelRunner
-from kernels.attention import choose_backend
 from kernels.operands import RouterConfig
 from model.config import network_config
+from model.loader import choose_backend
 from model.roofline import HBM_BYTES_PER_MS, RankModel, StepPart, Work, work_of_step
-from model.routed import RoutedTokens
+from model.shard import RoutedTokens
 from model.sparse_model import SparseModel
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ import structlog
 
 from benchmarks import loading
 from benchmarks.loading import main
-from model.shapes import published_config
+from model.families import published_config
 
 
 def small(path: Path) -> dict[str, object]:

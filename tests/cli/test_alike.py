@@ -12,7 +12,7 @@ import prefill_node.process
 from base.errors import StartupError
 from base.version import VERSION
 from decode_node.config import DecodeConfig
-from model.spec import ModelSpec
+from model.config import ModelSpec
 from prefill_node.config import PrefillConfig
 from ranks.group import RankGroup
 from service.node_model import common_to_ranks

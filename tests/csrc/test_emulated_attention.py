@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kernels.attend_items import TILE_HEADS, AttendSpecialization, ItemsToAttend, launch_params
-from kernels.fp8_kv import PUBLISHED
-from kvcache.fp8_format import Fp8Format
+from kernels.kv_format import PUBLISHED
+from kvcache.format import Fp8Format
 from tests.csrc.emulator import COMPILER, EmulatedKernel
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")

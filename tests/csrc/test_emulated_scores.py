@@ -12,7 +12,7 @@ from kernels.score_keys import (
     page_params,
     prompt_params,
 )
-from kvcache.fp8_format import Fp8Format, quantise
+from kvcache.format import Fp8Format, quantise
 from tests.csrc.emulator import COMPILER, EmulatedKernel
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from base.errors import StartupError
-from kernels import nvrtc, score_keys, top_k
+from kernels import launch, score_keys, top_k
 from kernels.attend_items import AttendSpecialization
 from kernels.copy_items import CopySpecialization
-from kernels.nvrtc import KernelCompileError, compile_kernel, cubin
+from kernels.launch import KernelCompileError, compile_kernel, cubin
 from kernels.score_keys import PageScoreSpecialization, PromptScoreSpecialization
 from kernels.specialization import CSRC, Specialization, params_of
 from kernels.swap_in import IndexType, SwapInSpecialization, default_block_size, seen_bits
@@ -89,7 +89,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_compiled_kernel_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     code = cubin(specialization(), "sm_90")
 
-    monkeypatch.setattr(nvrtc, "compile_kernel", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(launch, "compile_kernel", lambda *_: pytest.fail("compiled again"))
     assert cubin(specialization(), "sm_90") == code
 
 
@@ -109,8 +109,8 @@ def test_what_the_code_depends_on_names_the_file(tmp_path: Path, cache: Path, mo
     sources.mkdir()
     for path in CSRC.iterdir():
         (sources / path.name).write_bytes(path.read_bytes())
-    monkeypatch.setattr(nvrtc, "CSRC", sources)
-    monkeypatch.setattr(nvrtc, "compile_kernel", lambda *_: b"code")
+    monkeypatch.setattr(launch, "CSRC", sources)
+    monkeypatch.setattr(launch, "compile_kernel", lambda *_: b"code")
 
     def files_after(kernel: Specialization, architecture: str) -> int:
         cubin(kernel, architecture)
@@ -122,12 +122,12 @@ def test_what_the_code_depends_on_names_the_file(tmp_path: Path, cache: Path, mo
     assert files_after(CopySpecialization(64, True), "sm_100") == 3
     (sources / "common.cuh").write_text((sources / "common.cuh").read_text() + "\n")
     assert files_after(CopySpecialization(64, True), "sm_90") == 4
-    monkeypatch.setattr(nvrtc, "_nvrtc_version", lambda: "99.9")
+    monkeypatch.setattr(launch, "_nvrtc_version", lambda: "99.9")
     assert files_after(CopySpecialization(64, True), "sm_90") == 5
 
 
 def test_what_nvrtc_refuses_is_reported_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvrtc, "CSRC", tmp_path)
+    monkeypatch.setattr(launch, "CSRC", tmp_path)
     (tmp_path / "copy_items.cu").write_text("this is no C++")
     with pytest.raises(KernelCompileError, match=r"NVRTC .* cannot compile .* for sm_90"):
         compile_kernel(CopySpecialization(64, True), "sm_90")

@@ -13,7 +13,7 @@ from decode_node import pools
 from decode_node.config import DecodeConfig
 from hisparse.config import HiSparseConfig
 from hisparse.sizing import Sizes
-from model.spec import ModelSpec
+from model.config import ModelSpec
 from ranks.group import Ranks, SingleRank
 
 SPEC = ModelSpec(

@@ -13,8 +13,9 @@ import torch
 
 from cli.serve import die_with_parent
 from kernels.operands import RmsNorm
+from model.config import DTYPES
 from model.feed_forward import MixtureOfExperts
-from model.loader import DTYPES, load_model
+from model.loader import load_model
 from ranks.group import RankGroup
 from ranks.place import RankPlace, create_places
 from service.node_model import use_device

@@ -7,16 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.attention import TorchBackend
-from kernels.dispatch import triton_backend
-from kernels.operands import IndexQueries
-from kernels.ops import AttentionBackend
-from kvcache.format import DenseFormat, KVFormat
+from kernels.attention import AttentionBackend, triton_backend
+from kernels.kv_format import KVFormat
+from kernels.operands import IndexQueries, PagedKeys
+from kvcache.format import DenseFormat
+from model.config import ModelSpec
 from model.families import FamilyName
 from model.loader import load_model
 from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
-from model.spec import ModelSpec
 from model.tiny import write_tiny_checkpoint
 
 pytest.importorskip("triton")
@@ -95,14 +94,14 @@ def random_rows(num_queries: int, dims: tuple[int, int, int], k: int, dtype: tor
 @pytest.mark.parametrize(("num_queries", "dims", "k"), SHAPES)
 def test_float32_agrees_with_torch(num_queries: int, dims: tuple[int, int, int], k: int) -> None:
     given = random_rows(num_queries, dims, k, torch.float32)
-    torch.testing.assert_close(given.attend(triton_backend), given.attend(TorchBackend), rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(given.attend(triton_backend), given.attend(AttentionBackend), rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(("num_queries", "dims", "k"), SHAPES)
 def test_bfloat16_is_as_exact_as_torch(num_queries: int, dims: tuple[int, int, int], k: int) -> None:
     given = random_rows(num_queries, dims, k, torch.bfloat16)
     exact = given.exact()
-    ours, torchs = (given.attend(backend) for backend in (triton_backend, TorchBackend))
+    ours, torchs = (given.attend(backend) for backend in (triton_backend, AttentionBackend))
     assert ours.dtype == torch.bfloat16
     our_error, torch_error = ((result.double() - exact).abs() for result in (ours, torchs))
     assert our_error.mean() <= 1.2 * torch_error.mean() + 1e-9
@@ -142,16 +141,6 @@ def test_tensors_that_do_not_fit_together_are_refused() -> None:
 # Selection
 
 
-@dataclass(frozen=True)
-class Pages:
-    """`PagedKeys` whose lengths only the device knows."""
-
-    keys: torch.Tensor
-    page_table: torch.Tensor
-    seq_lens: torch.Tensor
-    lengths: None = None
-
-
 def index_queries(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> IndexQueries:
     return IndexQueries.of(
         queries=randn(tokens, heads, dim, dtype=dtype, seed=4),
@@ -159,7 +148,7 @@ def index_queries(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> Inde
     )
 
 
-def random_pages(lengths: list[int], width: int, page_size: int, dim: int, dtype: torch.dtype) -> Pages:
+def random_pages(lengths: list[int], width: int, page_size: int, dim: int, dtype: torch.dtype) -> PagedKeys:
     """Shuffled pages; keys behind a sequence's end are NaN, and page table entries there name one such page."""
     num_pages = width // page_size
     keys = torch.full((len(lengths) * num_pages + 1, page_size, dim), float("nan"), dtype=dtype, device=CUDA)
@@ -170,7 +159,7 @@ def random_pages(lengths: list[int], width: int, page_size: int, dim: int, dtype
         mine[:length] = randn(length, dim, dtype=dtype, seed=8 + row)
         keys[table[row, :used]] = mine.view(used, page_size, dim)
         table[row, used:] = 0
-    return Pages(keys.view(torch.uint8), table, torch.tensor(lengths, device=CUDA))
+    return PagedKeys(keys.view(torch.uint8), table, torch.tensor(lengths, device=CUDA))
 
 
 def exact_scores(index: IndexQueries, row: int, keys: torch.Tensor) -> torch.Tensor:
@@ -311,9 +300,9 @@ class FlatCache:
     def append_index_keys(self, index_layer: int, keys: torch.Tensor) -> None:
         self._keys[index_layer, self.length - 1] = keys[0]
 
-    def index_pages(self, index_layer: int) -> Pages:
+    def index_pages(self, index_layer: int) -> PagedKeys:
         keys = self._keys[index_layer].unsqueeze(1)
-        return Pages(keys, self.rows(0, len(keys)).unsqueeze(0), torch.tensor([self.length], device=CUDA))
+        return PagedKeys(keys, self.rows(0, len(keys)).unsqueeze(0), torch.tensor([self.length], device=CUDA))
 
     def swap_in(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         return positions
@@ -338,7 +327,7 @@ def test_a_bfloat16_model_is_as_exact_by_either_backend(family: FamilyName, tmp_
     exact = load_model(tmp_path / "tiny", torch.float32, CUDA)
     by_torch, by_triton = (
         load_model(tmp_path / "tiny", torch.bfloat16, CUDA, backend=backend)
-        for backend in (TorchBackend(dense(torch.bfloat16)), triton_backend(dense(torch.bfloat16)))
+        for backend in (AttentionBackend(dense(torch.bfloat16)), triton_backend(dense(torch.bfloat16)))
     )
     assert_as_exact(by_triton, by_torch, exact, 1.2)
 

@@ -14,9 +14,8 @@ from control.messages import Sampling
 from engine.graphs import batch_ladder, context_ladder
 from engine.runner import LaunchedStep
 from hisparse.step import SwapInMismatchError
-from kernels.attention import choose_backend
 from model.families import FamilyName
-from model.loader import load_model, read_spec
+from model.loader import choose_backend, load_model, read_spec
 from model.tiny import write_tiny_checkpoint
 from tests.gpu.tiered_session import CUDA, GREEDY, TieredSession, session
 

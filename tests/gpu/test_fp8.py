@@ -8,17 +8,17 @@ import torch
 from kernels import fp8
 from kernels.operands import RmsNorm, RouterConfig, SwiGluWeights
 from model.feed_forward import MixtureOfExperts, Router
-from model.linear import Linear
-from tests.model.fp8_cases import close, expert_case, part_of, randn, routed, weight
+from model.weights import Linear
+from tests.kernels.fp8_cases import close, expert_case, part_of, randn, routed, weight
 
 pytest.importorskip("triton")
 
-from kernels.dispatch import fp8_unavailable_reason
+from kernels.ops import fp8_unavailable_reason
 from kernels.triton import add_rms_norm, experts_fp8, fp8_experts, linear_fp8, quantise, reduce_fp8
 from kernels.triton.fp8_linear import FEW
 from kernels.triton.fp8_quantise import swiglu_quantise
 from tests.gpu.test_attention_backends import captured
-from tests.model.fp8_kernels import experts, linear, mlp
+from tests.kernels.fp8_kernels import experts, linear, mlp
 
 CUDA = "cuda"
 pytestmark = pytest.mark.skipif(

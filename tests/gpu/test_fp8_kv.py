@@ -1,7 +1,5 @@
 """Triton on fp8 KV: what it writes against the format's own torch, what it reads against float64."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -9,11 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from kernels import torch_ops
-from kernels.attention import TorchBackend
-from kernels.dispatch import triton_backend
-from kernels.operands import IndexQueries, LayerNorm, PartialSums, RmsNorm, Rope
+from kernels.attention import AttentionBackend, triton_backend
+from kernels.operands import IndexQueries, LayerNorm, PagedKeys, PartialSums, RmsNorm, Rope
 from kernels.score_keys import PagesToScore, score_pages
-from kvcache.fp8_format import Fp8Format, quantise, rotate
+from kvcache.format import Fp8Format, quantise, rotate
 from model.families import FamilyName
 from model.loader import load_model
 from model.tiny import write_tiny_checkpoint
@@ -28,7 +25,6 @@ from tests.gpu.test_attention_backends import (
     CUDA,
     NUM_ROWS,
     SCALING,
-    Pages,
     assert_as_exact,
     captured,
     generator,
@@ -186,7 +182,7 @@ def test_attention_is_as_exact_as_torch(num_queries: int, heads: int, kv_format:
     truth = torch.stack(exact)
     ours, torchs = (
         backend(kv_format).attend_rows(queries, kv, rows, SCALING, kv_format.latent_dim)
-        for backend in (triton_backend, TorchBackend)
+        for backend in (triton_backend, AttentionBackend)
     )
     assert ours.dtype == torch.bfloat16
     plain = attend_fp8_rows(queries, kv, rows, SCALING, kv_format, use_cuda_kernel=False)
@@ -256,7 +252,9 @@ def assert_scores(scores: torch.Tensor, exact: torch.Tensor) -> None:
     assert (scores.double() - exact).abs().max() <= 2e-3 * exact.abs().max() + 1e-6
 
 
-def fp8_pages(lengths: list[int], width: int, page_size: int, kv_format: Fp8Format) -> tuple[Pages, list[torch.Tensor]]:
+def fp8_pages(
+    lengths: list[int], width: int, page_size: int, kv_format: Fp8Format
+) -> tuple[PagedKeys, list[torch.Tensor]]:
     """Shuffled pages, and the decoded keys of each sequence; what lies behind a sequence's end is NaN."""
     num_pages = width // page_size
     keys = torch.full(
@@ -269,7 +267,7 @@ def fp8_pages(lengths: list[int], width: int, page_size: int, kv_format: Fp8Form
         positions = torch.arange(length, device=CUDA)
         keys[table[row, positions // page_size], positions % page_size] = stored
         decoded.append(kv_format.index_keys(stored))
-    return Pages(keys, table, torch.tensor(lengths, device=CUDA)), decoded
+    return PagedKeys(keys, table, torch.tensor(lengths, device=CUDA)), decoded
 
 
 @pytest.mark.parametrize(
@@ -311,7 +309,7 @@ def test_scores_do_not_depend_on_who_else_is_in_the_batch(stages: int) -> None:
     together = score_pages(given, stages)
     for row, length in enumerate(lengths):
         one = encoded[row : row + 1]
-        few = Pages(
+        few = PagedKeys(
             pages.keys, pages.page_table[row : row + 1, : max(1, -(-length // 64))], pages.seq_lens[row : row + 1]
         )
         alone = decode_scores(one, few, StoredKeys.fp8(pages.keys, 128))
@@ -352,16 +350,6 @@ def test_prompt_scores(start: int, tokens: int, heads: int, kv_format: Fp8Format
     assert_scores(scores.masked_fill(behind, 0), exact.masked_fill(behind, 0))
 
 
-@dataclass(frozen=True)
-class KnownPages:
-    """`PagedKeys` whose lengths the host knows."""
-
-    keys: torch.Tensor
-    page_table: torch.Tensor
-    seq_lens: torch.Tensor
-    lengths: Sequence[int]
-
-
 @pytest.mark.parametrize("host_knows", [False, True])
 def test_selections_agree_with_torch_on_most_positions(host_knows: bool) -> None:
     """Torch does not round queries to fp8."""
@@ -369,13 +357,13 @@ def test_selections_agree_with_torch_on_most_positions(host_knows: bool) -> None
     index = index_queries(2, 64, 128, torch.bfloat16)
     pages, _ = fp8_pages(lengths, 3072, 64, PUBLISHED)
     by_triton = triton_backend(PUBLISHED).select_for_decode(index, pages, topk)
-    known = KnownPages(pages.keys, pages.page_table, pages.seq_lens, lengths) if host_knows else pages
-    by_torch = TorchBackend(PUBLISHED).select_for_decode(index, known, topk)
+    known = PagedKeys(pages.keys, pages.page_table, pages.seq_lens, lengths) if host_knows else pages
+    by_torch = AttentionBackend(PUBLISHED).select_for_decode(index, known, topk)
     for ours, theirs in zip(by_triton.tolist(), by_torch.tolist(), strict=True):
         assert len(set(ours) & set(theirs)) >= 0.9 * topk
     stored = PUBLISHED.encode_index_keys(randn(900, 128, seed=9))
     ours = triton_backend(PUBLISHED).select_for_prompt(index, stored, 898, 900, topk)
-    theirs = TorchBackend(PUBLISHED).select_for_prompt(index, stored, 898, 900, topk)
+    theirs = AttentionBackend(PUBLISHED).select_for_prompt(index, stored, 898, 900, topk)
     for row in range(2):
         assert len(set(ours[row].tolist()) & set(theirs[row].tolist())) >= 0.9 * topk
 
@@ -390,6 +378,6 @@ def test_a_bfloat16_model_with_fp8_kv_is_as_exact_by_either_backend(family: Fami
     kv_format = Fp8Format(exact.spec.latent_dim, exact.spec.item_dim - exact.spec.latent_dim, exact.spec.index_dim)
     by_torch, by_triton = (
         load_model(tmp_path / "tiny", torch.bfloat16, CUDA, backend=backend(kv_format), kv_cache_dtype="fp8_e4m3")
-        for backend in (TorchBackend, triton_backend)
+        for backend in (AttentionBackend, triton_backend)
     )
     assert_as_exact(by_triton, by_torch, exact, 1.3)

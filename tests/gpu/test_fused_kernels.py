@@ -12,8 +12,8 @@ from kernels.operands import BlockFp8, PartialSums, RmsNorm, Rope, RouterConfig
 from kernels.triton import add_rms_norm, choose_experts, float32_product, rotate
 from kernels.triton.router import partial_products
 from model.feed_forward import MixtureOfExperts, Router
-from model.linear import Linear
-from model.routed import RoutedTokens
+from model.shard import RoutedTokens
+from model.weights import Linear
 from tests.gpu.test_attention_backends import CUDA, generator, randn
 from tests.model.test_attention import random_attention
 

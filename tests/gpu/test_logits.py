@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.logits.checkpoint import PublishedShape
 from benchmarks.logits.compare import compare
-from kernels.dispatch import fp8_unavailable_reason
+from kernels.ops import fp8_unavailable_reason
 
 CUDA = torch.device("cuda", 0)
 pytestmark = pytest.mark.skipif(

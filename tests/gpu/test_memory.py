@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from base.memory import cpus_near
-from kernels.attention import choose_backend
 from kvcache.host_memory import HostMemory
 from kvcache.paged_pool import PagedKVPool, PagedSequence
-from model.loader import load_model, read_spec
+from model.loader import choose_backend, load_model, read_spec
 from model.passes import PrefillChunk
 from model.tiny import write_tiny_checkpoint
 

@@ -6,7 +6,7 @@ import torch
 from control.messages import Sampling, Token
 from engine.adjustments import LogitAdjustments
 from engine.sampling import NoToken, RandomStream, SamplingNeeds, draw, settings_of, tokens_of
-from kernels.dispatch import ops_on
+from kernels.ops import ops_on
 from kernels.torch_ops import CANDIDATES
 
 pytest.importorskip("triton")

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.fp8_format import Fp8Format, rotate
+from kvcache.format import Fp8Format, rotate
 from tests.fp8_reference import ITEM_SCALE_BITS, hadamard, nearest_e4m3, rounded
 
 PUBLISHED = Fp8Format(latent_dim=512, rope_dim=64, index_dim=128)

@@ -1,13 +1,13 @@
 """The simplest caches that the model can run against: shuffled pages for a prompt, everything resident for decoding."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from kernels.operands import PagedKeys
+from model.config import ModelSpec
 from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
-from model.spec import ModelSpec
 
 
 class PagedPool:
@@ -47,16 +47,6 @@ class PagedRequest:
         return self.pool.keys[index_layer]
 
 
-@dataclass(frozen=True)
-class BatchIndexPages:
-    """`PagedKeys` of a batch."""
-
-    keys: torch.Tensor
-    page_table: torch.Tensor
-    seq_lens: torch.Tensor
-    lengths: Sequence[int] | None
-
-
 class ResidentBatch:
     """A `DecodeCache` in which every position is resident, on the pages that the prompt was written to."""
 
@@ -76,9 +66,9 @@ class ResidentBatch:
     def append_index_keys(self, index_layer: int, keys: torch.Tensor) -> None:
         self._pool.keys[index_layer][self._newest] = keys
 
-    def index_pages(self, index_layer: int) -> BatchIndexPages:
+    def index_pages(self, index_layer: int) -> PagedKeys:
         keys = self._pool.keys[index_layer].view(-1, self._pool.page_size, self._pool.keys.shape[-1])
-        return BatchIndexPages(keys, self._page_table, torch.tensor(self._lengths), self._lengths)
+        return PagedKeys(keys, self._page_table, torch.tensor(self._lengths), self._lengths)
 
     def swap_in(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         assert (positions < torch.tensor(self._lengths).unsqueeze(1)).all()

@@ -8,7 +8,7 @@ import torch
 
 from kernels.operands import RouterConfig
 from model.feed_forward import FeedForward, MixtureOfExperts, Router
-from model.linear import Linear
+from model.weights import Linear
 
 
 def router_of(gate: Any) -> Router:

@@ -10,7 +10,7 @@ PROMPT = torch.randint(0, 256, (120,), generator=torch.Generator().manual_seed(7
 PREFIX = 80
 
 
-def test_a_layer_of_the_prefix_is_read_after_on_layer_has_returned_and_not_before(model: SparseModel) -> None:
+def test_a_layer_of_the_prefix_is_read_after_on_layer_has_returned(model: SparseModel) -> None:
     """Rows that nothing was written to are NaN, so what is read too early is seen."""
     spec = model.spec
     there, here = (PagedPool(spec, num_pages=8, page_size=16) for _ in range(2))

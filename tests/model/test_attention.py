@@ -1,11 +1,11 @@
 import torch
 
-from kernels.attention import TorchBackend
+from kernels.attention import AttentionBackend
 from kernels.operands import RmsNorm, Rope
 from kernels.torch_ops import rotate
 from kvcache.format import DenseFormat
 from model.attention import LatentAttention
-from model.linear import Linear
+from model.weights import Linear
 
 
 def test_absent_rows_have_no_influence_even_if_unused_rows_hold_nan() -> None:
@@ -15,7 +15,7 @@ def test_absent_rows_have_no_influence_even_if_unused_rows_hold_nan() -> None:
     queries = torch.randn(2, 3, 12, generator=generator)
     rows = torch.tensor([[4, 7, -1, -1], [2, -1, 5, 9]])
 
-    backend = TorchBackend(DenseFormat(torch.float32, item_dim=12, index_dim=1))
+    backend = AttentionBackend(DenseFormat(torch.float32, item_dim=12, index_dim=1))
     attended = backend.attend_rows(queries, backend.format.encode_items(kv), rows, scaling=0.3, latent_dim=8)
 
     for query, present, actual in zip(queries, ([4, 7], [2, 5, 9]), attended, strict=True):

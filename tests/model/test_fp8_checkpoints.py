@@ -21,14 +21,13 @@ from model import loader
 from model.config import read_config
 from model.families import FamilyName
 from model.feed_forward import FeedForward, MixtureOfExperts
-from model.linear import Linear
 from model.loader import load_model
 from model.network import Network
-from model.progress import LoadProgress
 from model.shard import SINGLE_RANK, Shard
 from model.stored_weights import StoredWeights
 from model.tensor_files import find_tensors
 from model.tiny import write_tiny_checkpoint
+from model.weights import Linear
 from tests.dequantised import write_dequantised
 from tests.greedy import likeliest
 
@@ -194,7 +193,7 @@ def network(path: Path, shard: Shard = SINGLE_RANK, quantises: bool = False) -> 
     made = Network.load(weights, read_config(path), shard)
     assert not weights.missing
     assert not weights.misshapen
-    weights.fill(LoadProgress("loading"))
+    weights.fill()
     return made
 
 

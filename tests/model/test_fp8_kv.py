@@ -8,7 +8,7 @@ from model_caches import Session
 from transformers import PreTrainedModel
 
 from base.errors import StartupError
-from kvcache.fp8_format import Fp8Format
+from kvcache.format import Fp8Format
 from model.loader import load_model, read_spec
 from tests.fp8_reference import Fp8Cache
 from tests.greedy import likeliest

@@ -13,9 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from base.errors import StartupError
 from model import stored_weights
+from model.config import ModelSpec
 from model.loader import load_model, read_spec
-from model.spec import ModelSpec
+from model.stored_weights import StoredWeights
+from model.tensor_files import StoredTensor
 from model.tiny import write_tiny_checkpoint
+from model.weights import RandomWeights
 
 CPU = torch.device("cpu")
 
@@ -300,3 +303,18 @@ def test_the_fingerprint_sees_a_changed_byte_at_the_sampled_places(damaged: Path
     content[offset] ^= 1
     file.write_bytes(content)
     assert read_spec(damaged, torch.float32).fingerprint != before
+
+
+@pytest.mark.parametrize(
+    ("stored", "served", "kept"),
+    [
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float32, torch.float32),
+    ],
+)
+def test_head_weights_are_not_rounded(stored: torch.dtype, served: torch.dtype, kept: torch.dtype) -> None:
+    held = StoredTensor("weights_proj", Path("file"), 0, stored, (4, 8))
+    weights = StoredWeights({"weights_proj": held}, torch.device("meta"), served)
+    assert weights.unrounded("weights_proj", (4, 8)).dtype == kept
+    assert RandomWeights(CPU, served).unrounded("weights_proj", (4, 8)).dtype == served

@@ -5,9 +5,8 @@ import torch
 from model_caches import Session
 from transformers import PreTrainedModel
 
-from model import logprobs
-from model.logprobs import TokenLogprobs
-from model.sparse_model import SparseModel
+from model import sparse_model
+from model.sparse_model import SparseModel, TokenLogprobs, token_logprobs
 
 TOP = 20
 PROMPT = torch.randint(0, 256, (301,), generator=torch.Generator().manual_seed(13))
@@ -52,15 +51,15 @@ def test_the_kv_is_the_same_with_them(model: SparseModel) -> None:
 def test_logits_are_computed_in_slices(model: SparseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = computed(model, [])
     vocab = model.network.head.shape[0]
-    monkeypatch.setattr(logprobs, "SLICE_BYTES", 7 * 4 * vocab)
+    monkeypatch.setattr(sparse_model, "SLICE_BYTES", 7 * 4 * vocab)
     seen: list[int] = []
-    of_logits = logprobs._of_logits
+    of_logits = sparse_model._of_logits
 
     def noted(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> TokenLogprobs:
         seen.append(len(logits))
         return of_logits(logits, token_ids, count)
 
-    monkeypatch.setattr(logprobs, "_of_logits", noted)
+    monkeypatch.setattr(sparse_model, "_of_logits", noted)
     sliced = computed(model, [])
     assert sum(seen) == 300
     assert max(seen) == 7
@@ -69,5 +68,5 @@ def test_logits_are_computed_in_slices(model: SparseModel, monkeypatch: pytest.M
 
 
 def test_equally_likely_tokens_share_the_best_rank() -> None:
-    found = logprobs.token_logprobs(torch.ones(1, 1), torch.tensor([[1.0], [2.0], [1.0], [0.0]]), torch.tensor([2]), 1)
+    found = token_logprobs(torch.ones(1, 1), torch.tensor([[1.0], [2.0], [1.0], [0.0]]), torch.tensor([2]), 1)
     assert (found.ranks.tolist(), found.top_ids.tolist()) == ([2], [[1]])

@@ -1,14 +1,11 @@
 """Rows of bytes that hold quantised tokens and the experts that they chose."""
 
-import importlib.util
-
 import pytest
 import torch
 
 from kernels.fp8 import quantise_activations
-from model.routed import RoutedTokens
-from tests.model.fp8_cases import randn
-from tests.model.interpreting import assert_passes_in_interpreter
+from model.shard import RoutedTokens
+from tests.kernels.fp8_cases import randn
 
 CPU = torch.device("cpu")
 
@@ -33,9 +30,3 @@ def test_what_is_written_into_a_row_lies_there_one_behind_the_other(
     assert len(some) == 2
     some.ids.fill_(7)
     assert tokens.ids.eq(7).all(1).tolist() == [False, False, True, True, False], "the same memory"
-
-
-if importlib.util.find_spec("triton"):
-
-    def test_a_mixture_of_experts_whose_ranks_gather_them_in_tritons_interpreter() -> None:
-        assert_passes_in_interpreter("interpreted_mixture.py")

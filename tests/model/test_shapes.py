@@ -10,9 +10,8 @@ from networks import tensors_of
 
 from base.errors import StartupError
 from cli.main import main
-from model.families import ShapeName
+from model.families import ShapeName, published_config
 from model.loader import load_model, read_spec
-from model.shapes import published_config
 from model.tiny import write_tiny_checkpoint
 
 CPU = torch.device("cpu")

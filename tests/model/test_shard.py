@@ -14,7 +14,7 @@ def test_one_process_computes_everything() -> None:
 
 
 @given(st.integers(1, 16), st.integers(0, 100))
-def test_every_token_of_a_chunk_is_computed_once_and_the_blocks_are_about_equal(of: int, count: int) -> None:
+def test_every_token_of_a_chunk_is_computed_once_in_blocks_about_equal(of: int, count: int) -> None:
     blocks = [Shard(rank, of).tokens(count) for rank in range(of)]
     assert [token for block in blocks for token in block] == list(range(count))
     assert max(map(len, blocks)) - min(map(len, blocks)) <= 1

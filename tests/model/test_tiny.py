@@ -11,9 +11,9 @@ from model_caches import Session
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from kernels.attention import TorchBackend
+from kernels.attention import AttentionBackend
+from kernels.kv_format import KVFormat
 from kernels.operands import IndexQueries, PagedKeys
-from kvcache.format import KVFormat
 from model.loader import load_model, resolve_dtype
 from model.sparse_model import SparseModel
 from model.tiny import write_tiny_checkpoint
@@ -69,7 +69,7 @@ def test_a_wrong_selection_in_any_layer_changes_the_output(checkpoint: Path, mod
         assert Session(wrong, [prompt], 32).generate(32, 300) != right, wrong_layer
 
 
-class SelectsTheWindow(TorchBackend):
+class SelectsTheWindow(AttentionBackend):
     """In one index layer the newest positions, whatever their scores, in passes over a single request."""
 
     def __init__(self, kv_format: KVFormat, wrong_layer: int, num_index_layers: int) -> None:

@@ -10,8 +10,8 @@ import torch
 from control.liveness import AnsweredPing
 from control.messages import Message, Output, Outputs, Peer
 from kvcache.layout import KVLayout
-from model.logprobs import TokenLogprobs
 from model.passes import PrefillChunk
+from model.sparse_model import TokenLogprobs
 
 LAYOUT = KVLayout(index_layer_of=(0, 0), item_bytes=16, index_key_bytes=8)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from base.errors import StartupError
+from model.config import ModelSpec
 from model.loader import read_spec
-from model.spec import ModelSpec
 from model.tiny import write_tiny_checkpoint
 from prefill_node import process
 from prefill_node.config import PrefillConfig

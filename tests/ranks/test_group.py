@@ -17,7 +17,7 @@ from ranks.barrier import GroupFailed
 from ranks.group import SingleRank
 from ranks.place import RankPlace
 from tests.gpu.ranks_program import run_ranks
-from tests.model.fp8_cases import randn, routed
+from tests.kernels.fp8_cases import randn, routed
 from tests.ranks.ranks_harness import forked, join
 
 STEPS = 200

@@ -1,23 +1,19 @@
-"""The kernels of routers and indexers in Triton's interpreter. `test_small_kernels.py` runs this file."""
-
-import tests.model.triton_interpreter  # isort: skip
+"""The kernels of routers and indexers in Triton's interpreter."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import kernels.triton
-from kernels import dispatch, torch_ops
+from kernels import ops, torch_ops
 from kernels.operands import IndexQueries, LayerNorm, PartialSums, RmsNorm, Rope, RouterConfig
 from kernels.triton.encode import encode_index_keys, encode_index_queries, encode_items
 from kernels.triton.router import choose_experts, partial_products
-from kvcache.fp8_format import Fp8Format, quantise, rotate
+from kvcache.format import Fp8Format, quantise, rotate
 from model.feed_forward import Router
-from model.routed import RoutedTokens
-from tests.model.fp8_cases import randn
+from model.shard import RoutedTokens
+from tests.kernels.fp8_cases import randn
 from tests.model.test_attention import random_attention
-
-assert tests.model.triton_interpreter
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -81,7 +77,7 @@ def test_a_router_makes_and_adds_up_parts(tokens: int, monkeypatch: pytest.Monke
     rule = Router(weight, 0.1 * randn(32, seed=2), config)
     hidden = randn(tokens, 600).bfloat16()
     their_weights, their_ids = rule.route(hidden)
-    monkeypatch.setattr(dispatch, "ops_on", lambda device: kernels.triton)
+    monkeypatch.setattr(ops, "ops_on", lambda device: kernels.triton)
     weights, ids = rule.route(hidden)
     empty = torch.zeros(tokens, 32)
     torch.testing.assert_close(empty.scatter(1, ids, weights), empty.scatter(1, their_ids, their_weights))

@@ -3,14 +3,13 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_caches import BatchIndexPages
 
-from kernels.attention import TorchBackend
-from kernels.operands import IndexQueries
+from kernels.attention import AttentionBackend
+from kernels.operands import IndexQueries, PagedKeys
 from kvcache.format import DenseFormat
 
 HEADS, DIM = 16, 8
-BACKEND = TorchBackend(DenseFormat(torch.float32, item_dim=DIM, index_dim=DIM))
+BACKEND = AttentionBackend(DenseFormat(torch.float32, item_dim=DIM, index_dim=DIM))
 
 
 def index_queries(generator: torch.Generator, tokens: int) -> IndexQueries:
@@ -75,7 +74,7 @@ def test_a_decoded_token_selects_the_best_positions_of_its_own_sequence(
     page_table = torch.randperm(num_pages, generator=generator).view(len(lengths), -1)
     pool = torch.randn(num_pages, page_size, DIM, generator=generator)
 
-    pages = BatchIndexPages(stored(pool), page_table, torch.tensor(lengths), lengths if host_knows else None)
+    pages = PagedKeys(stored(pool), page_table, torch.tensor(lengths), lengths if host_knows else None)
     selected = BACKEND.select_for_decode(index, pages, topk)
 
     assert selected.shape == (len(lengths), min(topk, max(lengths) if host_knows else pages_per_request * page_size))
@@ -88,7 +87,7 @@ def test_a_decoded_token_selects_the_best_positions_of_its_own_sequence(
 
 def test_padding_selects_nothing() -> None:
     index = index_queries(torch.Generator().manual_seed(0), 2)
-    pages = BatchIndexPages(stored(torch.randn(6, 4, DIM)), torch.tensor([[0, 1], [3, 0]]), torch.tensor([7, 0]), None)
+    pages = PagedKeys(stored(torch.randn(6, 4, DIM)), torch.tensor([[0, 1], [3, 0]]), torch.tensor([7, 0]), None)
     selected = BACKEND.select_for_decode(index, pages, 5)
     assert (selected[0] >= 0).all()
     assert (selected[1] == -1).all()
@@ -98,7 +97,7 @@ def test_a_batch_of_padding_alone_selects_one_position_that_does_not_exist() -> 
     """As the step of a rank that has no requests while others do: swap-in kernels take one position and more."""
     index = index_queries(torch.Generator().manual_seed(0), 2)
     for lengths in (None, (0, 0)):
-        pages = BatchIndexPages(
+        pages = PagedKeys(
             stored(torch.randn(1, 4, DIM)),
             torch.zeros(2, 1, dtype=torch.int64),
             torch.zeros(2, dtype=torch.int64),

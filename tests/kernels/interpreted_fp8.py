@@ -1,6 +1,4 @@
-"""The kernels of block-fp8 weights in Triton's interpreter, against `kernels.fp8`. `test_fp8.py` runs this file."""
-
-import tests.model.triton_interpreter  # isort: skip
+"""The kernels of block-fp8 weights in Triton's interpreter, against `kernels.fp8`."""
 
 import pytest
 import torch
@@ -11,11 +9,9 @@ from kernels.triton import add_rms_norm, experts_fp8, fp8_experts, linear_fp8, r
 from kernels.triton.fp8_quantise import quantise, swiglu_quantise
 from kernels.triton.fp8_tile import Tiling
 from kernels.triton.routing import sort_pairs
-from model.routed import RoutedTokens
-from tests.model.fp8_cases import close, expert_case, randn, routed, weight
-from tests.model.fp8_kernels import experts, linear, mlp
-
-assert tests.model.triton_interpreter
+from model.shard import RoutedTokens
+from tests.kernels.fp8_cases import close, expert_case, randn, routed, weight
+from tests.kernels.fp8_kernels import experts, linear, mlp
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])

@@ -1,6 +1,6 @@
 """Triton's interpreter, which runs kernels on a CPU, made to round as a GPU does and to run with any numpy.
 
-Has to be imported, with TRITON_INTERPRET=1 in the environment, before any module that has kernels.
+A plugin of pytest: it is imported, with TRITON_INTERPRET=1 in the environment, before any module that has kernels.
 """
 
 import os

@@ -1,6 +1,4 @@
-"""Layers behind a norm in block-fp8 in Triton's interpreter, whole and divided. `test_routed.py` runs this file."""
-
-import tests.model.triton_interpreter  # isort: skip
+"""Layers behind a norm in block-fp8 in Triton's interpreter, whole and divided."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,14 +9,12 @@ import torch
 import torch.nn.functional as F
 
 import kernels.triton
-from kernels import dispatch, fp8, torch_ops
+from kernels import fp8, ops, torch_ops
 from kernels.operands import PartialSums, RmsNorm, RouterConfig, SwiGluWeights
 from model.feed_forward import FeedForward, MixtureOfExperts, Router
-from model.linear import Linear
 from model.shard import NO_EXCHANGE, SINGLE_RANK, Exchange, Shard
-from tests.model.fp8_cases import close, randn, weight
-
-assert tests.model.triton_interpreter
+from model.weights import Linear
+from tests.kernels.fp8_cases import close, randn, weight
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 272, 128, 8, 3
 TOKENS = 8
@@ -27,7 +23,7 @@ TOKENS = 8
 
 @pytest.fixture(autouse=True)
 def triton_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "ops_on", lambda device: kernels.triton)
+    monkeypatch.setattr(ops, "ops_on", lambda device: kernels.triton)
 
 
 @dataclass
@@ -54,7 +50,7 @@ class Threads:
 
 
 @dataclass
-class ThreadsExchange:
+class ThreadsExchange(Exchange):
     """The exchange of one of them."""
 
     threads: Threads

@@ -1,13 +1,10 @@
 """Block-fp8 weights and activations: what the numbers mean."""
 
-import importlib.util
-
 import pytest
 import torch
 
 from kernels import fp8
-from tests.model.fp8_cases import close, expert_case, part_of, randn, weight
-from tests.model.interpreting import assert_passes_in_interpreter
+from tests.kernels.fp8_cases import close, expert_case, part_of, randn, weight
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -93,9 +90,3 @@ def test_scales_that_are_not_those_of_the_blocks_are_refused() -> None:
             fp8.dequantise(values, wrong, torch.float32)
     with pytest.raises(ValueError, match="float8_e4m3fn"):
         fp8.dequantise(values.float(), scales, torch.float32)
-
-
-if importlib.util.find_spec("triton"):
-
-    def test_the_kernels_compute_the_same_in_tritons_interpreter() -> None:
-        assert_passes_in_interpreter("interpreted_fp8.py")

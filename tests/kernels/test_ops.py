@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from kernels import dispatch, torch_ops
+from kernels import ops, torch_ops
 from kernels.fp8 import quantise_activations
 from kernels.operands import Activations, BlockFp8, RmsNorm
 
@@ -16,14 +16,14 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def nothing_is_chosen_yet() -> Iterator[None]:
-    dispatch.ops_on.cache_clear()
+    ops.ops_on.cache_clear()
     yield
-    dispatch.ops_on.cache_clear()
+    ops.ops_on.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cpu_gets_torch(dtype: torch.dtype) -> None:
-    assert dispatch.ops_for(torch.empty(2, dtype=dtype)) is torch_ops
+    assert ops.ops_for(torch.empty(2, dtype=dtype)) is torch_ops
 
 
 @pytest.mark.parametrize("reason", [None, "needs a C compiler"])
@@ -31,13 +31,13 @@ def test_cuda_gets_triton_where_that_compiles(reason: str | None, monkeypatch: p
     fused = ModuleType("kernels.triton")
     monkeypatch.setitem(sys.modules, "kernels.triton", fused)
     monkeypatch.setattr("kernels.triton", fused, raising=False)
-    monkeypatch.setattr(dispatch, "triton_unavailable_reason", lambda: reason)
-    assert dispatch.ops_on(CUDA) is (torch_ops if reason else fused)
+    monkeypatch.setattr(ops, "triton_unavailable_reason", lambda: reason)
+    assert ops.ops_on(CUDA) is (torch_ops if reason else fused)
 
 
 def test_float32_gets_torch_whatever_the_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "ops_on", lambda device: pytest.fail("asked for the device's operations"))
-    assert dispatch.ops_for(torch.empty(2)) is torch_ops
+    monkeypatch.setattr(ops, "ops_on", lambda device: pytest.fail("asked for the device's operations"))
+    assert ops.ops_for(torch.empty(2)) is torch_ops
 
 
 def test_a_norm_in_plain_torch_quantises_into_room() -> None:

@@ -4,7 +4,7 @@ import torch
 
 from kernels import fp8
 from kernels.operands import SwiGluWeights
-from model.routed import RoutedTokens
+from model.shard import RoutedTokens
 
 
 def randn(*shape: int, device: str = "cpu", seed: int = 0) -> torch.Tensor:
