@@ -24,8 +24,9 @@ from benchmarks.program import run
 from benchmarks.transfer.ours import ReceivingPool, source_pool
 from benchmarks.transfer.pools import buffers_of, fill
 from control.messages import Destination
-from transfer.planner import Descriptors, Int64s
-from transfer.reader import Reader, batches_of
+from transfer.memory import BufferInfo
+from transfer.planner import Descriptors, Int64s, plan_runs
+from transfer.reader import Reader
 from transfer.transports import Transports
 from transfer.writer import Channel, Outcome, Pipeline, Write
 
@@ -120,8 +121,8 @@ class _Bench:
 
     def rates(self, run: int, rounds: int) -> Rates:
         slots, rows = (_places(self._shape, run, seed) for seed in (1, 2))
-        reads = list(batches_of(slots, rows, self._there, self._here))
-        writes = list(batches_of(rows, slots, self._here, self._there))
+        reads = list(_batches(slots, rows, self._there, self._here))
+        writes = list(_batches(rows, slots, self._here, self._there))
         read, written = [], []
         for _ in range(_WARM_UP + rounds):
             self._kv.zero_()
@@ -135,6 +136,13 @@ class _Bench:
     def _read(self, batches: list[Descriptors]) -> None:
         report = self._reader.read(batches)
         assert report.error is None, report.error
+
+
+def _batches(slots: Int64s, rows: Int64s, there: BufferInfo, here: BufferInfo) -> Iterator[Descriptors]:
+    """From item `slots[i]` of each buffer there to item `rows[i]` of the same buffer here. slots, rows: int64 [n]."""
+    runs = plan_runs(slots, rows)
+    for item_bytes, source, destination in zip(there.item_lengths, there.ptrs, here.ptrs, strict=True):
+        yield runs.descriptors(item_bytes).at(source, destination)
 
 
 def _write(channel: Channel, batches: list[Descriptors]) -> None:

@@ -11,7 +11,7 @@ import msgpack
 from pydantic import Field, ValidationError
 
 from base.wire import UInt, WireModel, first_error
-from control.messages import Address, Message, Peer, Ping, Pong, Refused, Registered
+from control.messages import HostPort, Message, Peer, Ping, Pong, Refused, Registered
 
 PROTOCOL_VERSION = 9
 
@@ -33,7 +33,7 @@ class Frame(WireModel):
 class Greeting(WireModel):
     """The stable part of Register and of Heartbeat."""
 
-    via: Address
+    via: HostPort
 
 
 _STABLE: Mapping[str, type[Message | Greeting]] = {

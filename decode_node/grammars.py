@@ -6,10 +6,10 @@ need it.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import structlog
 
+from control.messages import FinishReason
 from decode_node.request import Request
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.errors import CompilerBusy, GrammarError, UnsupportedTokenizer
@@ -18,15 +18,6 @@ from engine.grammar.state import CompiledGrammar
 from engine.grammar.vocabulary import Vocabulary
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class RefusedGrammar:
-    """A request whose grammar was not compiled. elsewhere: another node, or this one later, may do it."""
-
-    request: Request
-    reason: str
-    elsewhere: bool
 
 
 class Grammars:
@@ -51,7 +42,7 @@ class Grammars:
         grammar = request.generate.grammar
         assert grammar is not None
         if self._starting is None:
-            self._starting = self._starter.submit(self._start)
+            self._starting = self._starter.submit(lambda: GrammarCompiler(self._read_vocabulary()))
         compiled: Future[CompiledGrammar] = Future()
 
         def submit(starting: Future[GrammarCompiler]) -> None:
@@ -71,9 +62,12 @@ class Grammars:
         self._compiling[request.request_id] = request, compiled
         self._starting.add_done_callback(submit)
 
-    def settle(self) -> list[RefusedGrammar]:
-        """Start the requests whose grammars were compiled in the meantime. Returns those that cannot go on."""
-        refused = []
+    def settle(self) -> list[tuple[Request, FinishReason, str]]:
+        """Start the requests whose grammars were compiled in the meantime. Returns those that cannot go on, and why.
+
+        Finish reason: `abort` if another node, or this one later, may compile it, otherwise `invalid`.
+        """
+        refused: list[tuple[Request, FinishReason, str]] = []
         for request_id, (request, compiled) in list(self._compiling.items()):
             if not compiled.done():
                 continue
@@ -81,12 +75,12 @@ class Grammars:
             try:
                 request.grammar = compiled.result().start(request.generate.stop_token_ids)
             except (GrammarError, UnsupportedTokenizer) as error:
-                refused.append(RefusedGrammar(request, str(error), elsewhere=False))
+                refused.append((request, "invalid", str(error)))
             except CompilerBusy as error:
-                refused.append(RefusedGrammar(request, str(error), elsewhere=True))
+                refused.append((request, "abort", str(error)))
             except Exception as error:
                 log.exception("a grammar cannot be compiled", request_id=request_id)
-                refused.append(RefusedGrammar(request, f"its grammar cannot be compiled: {error}", elsewhere=True))
+                refused.append((request, "abort", f"its grammar cannot be compiled: {error}"))
         return refused
 
     def forget(self, request: Request) -> None:
@@ -108,6 +102,3 @@ class Grammars:
         self._starter.shutdown(cancel_futures=True)
         if self._starting is not None and not self._starting.cancelled() and self._starting.exception() is None:
             self._starting.result().close()
-
-    def _start(self) -> GrammarCompiler:
-        return GrammarCompiler(self._read_vocabulary())

@@ -104,8 +104,8 @@ class LocalPrefill:
         for request_id in staged.landed:
             job = self._staging.pop(request_id)
             job.request.move(RequestState.LANDED)
-            if problem := _take_logprobs(job):
-                failed.append((job.request, ValueError(problem)))
+            if reason := _take_logprobs(job):
+                failed.append((job.request, ValueError(reason)))
             else:
                 landed.append(job.request)
         return landed, failed
@@ -134,8 +134,8 @@ def _take_logprobs(job: LocalJob) -> str | None:
         return None
     for queued in job.queued:
         piece = queued.wait()
-        if problem := job.logprobs.rejection_reason(piece):
-            return problem
+        if reason := job.logprobs.rejection_reason(piece):
+            return reason
         job.logprobs.add(piece)
     job.request.prompt_logprobs = job.logprobs
     return None

@@ -18,11 +18,11 @@ from control.messages import (
     Registered,
     Resend,
 )
-from decode_node.operator_api import LoopCall
+from decode_node.quarantine import LoopCall
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import RequestState
 from decode_node.scheduler import Scheduler
-from decode_node.verifier import Digesting, Task, Verification
+from decode_node.verifier import ChecksumTask, Digesting, Verification
 from engine.device import DeviceFailed
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.swap_in import SwapInCounters
@@ -38,7 +38,7 @@ _GATEWAY_SILENCE_S = 30.0
 _FAREWELL_S = 0.5
 """How long an empty node still refuses requests before it ends: gateways may not know yet that it leaves."""
 
-Event = Task | LoopCall
+LoopEvent = ChecksumTask | LoopCall
 """What other threads put into the loop's inbox."""
 
 
@@ -47,7 +47,7 @@ class DecodeNode:
 
     def __init__(
         self,
-        shell: NodeShell[Event],
+        shell: NodeShell[LoopEvent],
         scheduler: Scheduler,
         remote: RemotePrefill,
         coordinator: HiSparseCoordinator,
@@ -108,7 +108,11 @@ class DecodeNode:
         self._remote.tick(now)
         self._housekeep(now)
         self._scheduler.turn()
-        self._check_idle()
+        busy = self._scheduler.holds_something
+        if self._was_busy and not busy:
+            # The last request has gone: look for leaked slots.
+            self._scheduler.check_idle()
+        self._was_busy = busy
         lifecycle = self._shell.lifecycle
         lifecycle.follow(self._ranks.sync_phase(lifecycle.phase))
 
@@ -149,7 +153,7 @@ class DecodeNode:
             return 0.0
         return _BUSY_PREFILL_WAIT_S if self._scheduler.requests else _IDLE_WAIT_S
 
-    def _take(self, item: tuple[Peer, Message] | Event) -> None:
+    def _take(self, item: tuple[Peer, Message] | LoopEvent) -> None:
         match item:
             case Verification():
                 self._remote.verified(item)
@@ -188,14 +192,11 @@ class DecodeNode:
         if now < self._housekeeping_at:
             return
         self._housekeeping_at = now + 1.0
-        self._end_without_gateway(now)
-        self._end_violated()
-
-    def _end_without_gateway(self, now: float) -> None:
         for request in list(self._scheduler.requests.values()):
             if self._membership.gateway_lost(request.gateway, now, _GATEWAY_SILENCE_S):
                 log.warning("gateway is gone", request_id=request.request_id, gateway=request.gateway.address)
                 self._scheduler.end(request, "abort")
+        self._end_violated()
 
     def _end_violated(self) -> None:
         """If there were swap-in violations since the last look, end every request that was in a step since then.
@@ -212,10 +213,3 @@ class DecodeNode:
             self._scheduler.end(request, "error", f"its tokens may be wrong (swap-in violations: {violations})")
         # So may the KV of those that ended since the last look.
         self._scheduler.forget_prefixes()
-
-    def _check_idle(self) -> None:
-        """Check for leaked slots whenever the last request has gone."""
-        busy = self._scheduler.holds_something
-        if self._was_busy and not busy:
-            self._scheduler.check_idle()
-        self._was_busy = busy

@@ -22,8 +22,6 @@ _REMEMBERED = 4096
 _FORGOTTEN_AFTER_S = 30.0
 """A gateway's list is dropped if the gateway is silent for this time while others send theirs every second."""
 
-_NO_RANKS: Mapping[str, tuple[Peer, ...]] = MappingProxyType({})
-
 
 @dataclass
 class _Faults:
@@ -79,7 +77,7 @@ class PrefillNodes:
         gateway: str,
         nodes: tuple[Peer, ...],
         longest_prompts: Mapping[str, int],
-        ranks: Mapping[str, tuple[Peer, ...]] = _NO_RANKS,
+        ranks: Mapping[str, tuple[Peer, ...]] = MappingProxyType({}),
     ) -> None:
         """Take the list of the gateway at that address, in order of preference.
 

@@ -18,7 +18,7 @@ from control.messages import FetchGrant, FetchRefused, FetchRequest, Peer
 from control.plane import ControlPlane
 from decode_node.attempt import AttemptTable, PrefillAttempt, ReadLease
 from decode_node.prefill_nodes import PrefillNodes
-from decode_node.verifier import Digesting, Task
+from decode_node.verifier import ChecksumTask, Digesting
 from kvcache.extents import NO_SLOTS, HostSlots
 from kvcache.host_pool import HostKVPool
 
@@ -37,7 +37,7 @@ class PrefixReads:
         attempts: AttemptTable,
         nodes: PrefillNodes,
         host: HostKVPool,
-        submit: Callable[[Task], bool],
+        submit: Callable[[ChecksumTask], bool],
     ) -> None:
         self._control = control
         self._attempts = attempts

@@ -8,9 +8,9 @@ from control.messages import Heartbeat, Register
 from decode_node.config import DecodeConfig
 from decode_node.grammars import Grammars
 from decode_node.node import DecodeNode
-from decode_node.operator_api import quarantine_router
 from decode_node.outputs import OutputStream
 from decode_node.pools import destination_of, make_local_prefill, plan_pools
+from decode_node.quarantine import quarantine_router
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Limits
 from decode_node.scheduler import Scheduler

@@ -1,14 +1,19 @@
 """Quarantine: slots of lost attempts, until no process can write to them or read them any more.
 
 They are free when the prefill node says that it has stopped, or is proved dead. If it is gone and no process takes its
-address, an operator evicts it, since silence proves nothing.
+address, an operator evicts it over HTTP, since silence proves nothing. The node's loop carries out what operators ask.
 """
 
+import secrets
 import time
-from typing import Any, Literal
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
 
 import structlog
-from fastapi import HTTPException
+from fastapi import APIRouter, Depends, HTTPException
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel
 
 from control.messages import Abort, AttemptId, Peer, PrefillFailed
@@ -18,6 +23,8 @@ from decode_node.prefix_reads import PrefixReads
 from transfer.fencing import ReservationTable
 
 log = structlog.get_logger(__name__)
+
+Result = TypeVar("Result")
 
 DANGER = "evicting a process that still writes corrupts the memory of other requests"
 
@@ -211,3 +218,82 @@ class Quarantine:
             last_heard_s=None if heard is None else now - heard,
             free_in_s=None if free_after is None else max(0.0, free_after - now),
         )
+
+
+class LoopBusy(Exception):
+    """The loop did not begin the action in time, and never will."""
+
+
+@dataclass(frozen=True)
+class LoopCall:
+    """An action in the node's inbox. `run` never raises."""
+
+    run: Callable[[], None]
+
+
+def on_loop(post: Callable[[LoopCall], None], action: Callable[[], Result], timeout: float) -> Result:
+    """Have the loop run `action`, and wait for its result or its exception.
+
+    post: puts an event into the loop's inbox. Raises LoopBusy if the action was not begun within `timeout` seconds.
+    """
+    result: Future[Result] = Future()
+
+    def run() -> None:
+        if not result.set_running_or_notify_cancel():
+            return
+        try:
+            result.set_result(action())
+        except Exception as error:
+            result.set_exception(error)
+
+    post(LoopCall(run))
+    try:
+        return result.result(timeout)
+    except TimeoutError:
+        if result.cancel():
+            raise LoopBusy(f"the node's loop did not answer within {timeout:g} s") from None
+        return result.result()
+
+
+def quarantine_router(
+    quarantine: Quarantine,
+    post: Callable[[LoopCall], None],
+    timeout: float = 10.0,
+    token: str | None = None,
+) -> APIRouter:
+    """GET /quarantine and POST /quarantine/evict?boot_id=...&force=....
+
+    The node's loop, which `post` reaches, carries both out; 503 if it is too busy. token: 401 without it.
+    """
+    router = APIRouter(prefix="/quarantine", dependencies=[] if token is None else [Depends(_bearer_of(token))])
+
+    def call(action: Callable[[], Result]) -> Result:
+        try:
+            return on_loop(post, action, timeout)
+        except LoopBusy as error:
+            raise HTTPException(503, f"{error}; nothing was evicted") from error
+
+    @router.get("")
+    def listing() -> QuarantineList:
+        return call(quarantine.list)
+
+    @router.post("/evict")
+    def evict(boot_id: str, force: bool = False) -> Eviction:
+        return call(lambda: quarantine.evict(boot_id, force))
+
+    return router
+
+
+def _bearer_of(token: str) -> Callable[..., None]:
+    """A dependency that refuses requests without the token."""
+
+    def check(shown: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]) -> None:
+        if shown is None or not secrets.compare_digest(shown.credentials.encode(), token.encode()):
+            raise HTTPException(
+                401,
+                "expected the header 'Authorization: Bearer TOKEN' with the operator.token of this node's --key-dir; "
+                "`hisparse-pd quarantine --key-dir DIR` sends it",
+                {"WWW-Authenticate": "Bearer"},
+            )
+
+    return check

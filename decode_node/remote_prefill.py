@@ -34,7 +34,7 @@ from decode_node.prefill_nodes import PrefillNodes
 from decode_node.prefix_reads import PrefixReads
 from decode_node.quarantine import Quarantine
 from decode_node.request import Request, RequestState
-from decode_node.verifier import Task, Verification
+from decode_node.verifier import ChecksumTask, Verification
 from kvcache.extents import NO_SLOTS, HostSlots
 from kvcache.host_pool import HostKVPool
 from transfer.fencing import Fence, ReservationTable
@@ -65,7 +65,7 @@ class RemotePrefill:
         destination: Destination,
         host: HostKVPool,
         cut: Callable[[], Fence],
-        verify: Callable[[Task], bool],
+        verify: Callable[[ChecksumTask], bool],
         metrics: Metrics,
         patience: float,
         on_lost: Callable[[Request, str], None],
@@ -247,8 +247,12 @@ class RemotePrefill:
             if reason := attempt.rejection_reason(message):
                 self._fail(attempt, reason)
                 return
-            if not self._is_taken(attempt, message):
-                return
+            if not attempt.has(chunk := chunk_of(message)):
+                if message.checksums and not self._verify(Verification(attempt, chunk, message.checksums)):
+                    # The verifier is busy: the node repeats its message.
+                    return
+                attempt.accept(time.monotonic())
+                attempt.take(message, time.monotonic())
         elif isinstance(message, PrefillDone):
             # That the last write landed is as good as Quiesced.
             self.quarantine.on_quiesced(sender, message.attempt, message.lingering)
@@ -257,17 +261,6 @@ class RemotePrefill:
             self._control.send(sender, ChunkTaken(attempt=message.attempt, number=message.number))
         if attempt is not None:
             self._land_if_verified(attempt)
-
-    def _is_taken(self, attempt: PrefillAttempt, message: ChunkDone | PrefillDone) -> bool:
-        """Whether the message's checksums will be verified. If the verifier is too busy, the node repeats them."""
-        chunk = chunk_of(message)
-        if attempt.has(chunk):
-            return True
-        if message.checksums and not self._verify(Verification(attempt, chunk, message.checksums)):
-            return False
-        attempt.accept(time.monotonic())
-        attempt.take(message, time.monotonic())
-        return True
 
     def verified(self, result: Verification) -> None:
         """Take the result of a verification. It changes nothing if the attempt was given up meanwhile."""

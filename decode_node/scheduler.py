@@ -138,7 +138,8 @@ class Scheduler:
     def turn(self) -> None:
         """Move every request on by at most one step. Raises DeviceFailed if the device does not work any more, and
         GroupFailed if the group does not."""
-        self._refuse_grammars()
+        for request, finish_reason, error in self._grammars.settle():
+            self.end(request, finish_reason, error)
         self._start_prefills()
         self._advance_local_prefill()
         admitted = self._admit()
@@ -147,10 +148,6 @@ class Scheduler:
         self._steps.sample()
         self._stalled = not admitted and not taken and self._steps.is_idle
         self.outputs.flush()
-
-    def _refuse_grammars(self) -> None:
-        for refused in self._grammars.settle():
-            self.end(refused.request, "abort" if refused.elsewhere else "invalid", refused.reason)
 
     def _start_prefills(self) -> None:
         """Start waiting requests, in order, until one has to wait for host slots.
@@ -283,7 +280,8 @@ class Scheduler:
 
     def forget_prefixes(self) -> None:
         """Drop cached blocks that are not in use: some of their KV may be wrong."""
-        self._slots.clear_prefixes()
+        if (prefixes := self._coordinator.host.prefixes) is not None:
+            prefixes.clear()
 
     def take_stepped(self) -> list[Request]:
         """Requests, retracted ones included, that were in a step since the last call and have not ended."""

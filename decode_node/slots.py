@@ -91,11 +91,6 @@ class SlotManager:
             salt = request.generate.cache_salt
             request.host_slots = self._prefixes.share(request.shared_token_ids, request.host_slots, salt)
 
-    def clear_prefixes(self) -> None:
-        """Drop cached blocks that are not in use."""
-        if self._prefixes is not None:
-            self._prefixes.clear()
-
     def _hold_prefix(self, request: Request) -> HostSlots:
         """Give a waiting request the slots of its longest cached prefix, until it is released."""
         assert request.host_slots is None

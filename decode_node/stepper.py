@@ -65,7 +65,9 @@ class Stepper:
         padded = self._ranks.barrier.wait(len(requests))
         if not requests:
             if padded:
-                self._pad(padded)
+                # Take part in a step of the other ranks.
+                with self._in_group():
+                    self._runner.pad(padded)
             return
         ids = tuple(request.request_id for request in requests)
         batch = Batch(
@@ -118,11 +120,6 @@ class Stepper:
         stepped = self._stepped
         self._stepped = set() if self._in_flight is None else set(self._in_flight.batch.request_ids)
         return stepped
-
-    def _pad(self, padded: int) -> None:
-        """Take part in a step of the other ranks."""
-        with self._in_group():
-            self._runner.pad(padded)
 
     @contextmanager
     def _in_group(self) -> Iterator[None]:

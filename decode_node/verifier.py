@@ -59,7 +59,7 @@ class Digesting:
     error: str | None = None
 
 
-Task = Verification | Digesting
+ChecksumTask = Verification | Digesting
 
 
 class Verifier:
@@ -69,15 +69,15 @@ class Verifier:
     result of an attempt that was given up.
     """
 
-    def __init__(self, buffers: BufferInfo, report: Callable[[Task], None], max_waiting: int = 1024) -> None:
+    def __init__(self, buffers: BufferInfo, report: Callable[[ChecksumTask], None], max_waiting: int = 1024) -> None:
         self._buffers = buffers
         self._report = report
-        self._waiting: queue.Queue[Task | None] = queue.Queue(max_waiting)
+        self._waiting: queue.Queue[ChecksumTask | None] = queue.Queue(max_waiting)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="verify", daemon=True)
         self._thread.start()
 
-    def submit(self, task: Task) -> bool:
+    def submit(self, task: ChecksumTask) -> bool:
         """Queue a task. False, and nothing is queued, if too many are waiting."""
         try:
             self._waiting.put_nowait(task)

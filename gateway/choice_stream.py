@@ -34,20 +34,6 @@ class ChoiceStream:
     in its attempt meanwhile, as those of any answer whose client is slow.
     """
 
-    __slots__ = (
-        "_last",
-        "_metrics",
-        "_number",
-        "_prepared",
-        "_reason",
-        "_request",
-        "_shared_prompt",
-        "_text",
-        "_tokenizer",
-        "_tokens",
-        "_ttft",
-    )
-
     def __init__(
         self,
         prepared: PreparedRequest,

@@ -17,8 +17,7 @@ from gateway.errors import ApiError, timed_out
 from gateway.held_answers import HeldBytes
 from gateway.preparer import ApiRequest, Arrival, GenerationBody, PreparedRequest, Preparer
 from gateway.registry import Capacity, NodeRegistry
-from gateway.requests.body import RequestBody, parse
-from gateway.requests.unsupported import FieldPolicy
+from gateway.requests.body import FieldPolicy, RequestBody, parse
 
 _SMALL_BYTES = 64 << 10
 _LOGPROBS_AT_ONCE = 4096

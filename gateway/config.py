@@ -50,12 +50,10 @@ class GatewayConfig(ProcessConfig):
         ),
     ] = field(default=(), repr=False)
     api_key_file: Annotated[
-        Path | None,
-        Flag("File of keys that clients must present, one a line; read again when it changes."),
+        Path | None, Flag("File of keys that clients must present, one a line; read again when it changes.")
     ] = None
     priority_key_file: Annotated[
-        Path | None,
-        Flag("File of further keys, one a line, whose requests may go before others: a priority below 0."),
+        Path | None, Flag("File of further keys, one a line, whose requests may go before others: a priority below 0.")
     ] = None
     allow_priority: Annotated[bool, Flag("Requests of all clients may go before others: a priority below 0.")] = False
     prefix_cache_per_key: Annotated[
@@ -65,33 +63,16 @@ class GatewayConfig(ProcessConfig):
     ssl_keyfile: Annotated[Path | None, Flag("Private key (PEM) of --ssl-certfile.")] = None
     max_body_mib: Annotated[
         int | None,
-        Flag(
-            "Largest request body in MiB; beyond it 413. Default: 16 bytes per token of the context, at least 1 MiB.",
-            min=1,
-        ),
+        Flag("Largest body in MiB, else 413; default: 16 bytes per token of the context, at least 1.", min=1),
     ] = None
     max_total_body_mib: Annotated[
-        int,
-        Flag(
-            "MiB of bodies that the gateway holds at a time, a prompt token counting at least 8 bytes; beyond it "
-            "clients get 429.",
-            min=1,
-        ),
+        int, Flag("MiB of bodies held at a time, at least 8 bytes per prompt token; beyond it 429.", min=1)
     ] = 128
     max_answer_mib: Annotated[
-        int,
-        Flag(
-            "MiB that the gateway holds of the answers to one request, log probabilities as they are sent; beyond it "
-            "400.",
-            min=1,
-        ),
+        int, Flag("MiB held of the answers to one request, log probabilities as they are sent; beyond it 400.", min=1)
     ] = 32
     max_total_answer_mib: Annotated[
-        int,
-        Flag(
-            "MiB of answers that the gateway holds at a time; beyond it the request that holds the most gets 503.",
-            min=1,
-        ),
+        int, Flag("MiB of answers held at a time; beyond it the request that holds the most gets 503.", min=1)
     ] = 256
     max_concurrent_requests: Annotated[
         int, Flag("Requests that the gateway holds at a time; beyond it clients get 429.", min=1)
@@ -109,22 +90,13 @@ class GatewayConfig(ProcessConfig):
         Flag("prefix: a request goes where its prefix is cached, unless that node is much fuller than others."),
     ] = "prefix"
     max_routed_tokens: Annotated[
-        int,
-        Flag(
-            "Tokens of each node's prefix cache that the gateway remembers, the last used; 64 take some 100 bytes.",
-            min=1,
-        ),
+        int, Flag("Last used tokens of each node's prefix cache to remember; 64 take some 100 bytes.", min=1)
     ] = 2**26
     strict_fields: Annotated[bool, Flag("Refuse fields of requests that nobody knows, instead of ignoring them.")] = (
         False
     )
     header_timeout: Annotated[
-        float,
-        Flag(
-            "Seconds that a client has for a request's head, and for a TLS handshake; a body has as long, plus "
-            "1 s per 8 KiB.",
-            min=0.1,
-        ),
+        float, Flag("Seconds for a request's head or a TLS handshake; a body has as long, plus 1 s per 8 KiB.", min=0.1)
     ] = 10.0
 
     @property

@@ -9,11 +9,21 @@ from typing import Any, ClassVar
 
 from gateway.answers.chat import ChatAnswer, ChatCompletion
 from gateway.answers.completions import Completion, CompletionAnswer
+from gateway.answers.lookups import (
+    Detokenized,
+    ModelCard,
+    ModelList,
+    TokenCount,
+    Tokenized,
+    count_tokens,
+    detokenize,
+    list_models,
+    one_model,
+    tokenize,
+)
 from gateway.answers.messages import Message, MessageAnswer
-from gateway.answers.models import ModelCard, ModelList, list_models, one_model
 from gateway.answers.responses import Response, ResponseAnswer
 from gateway.answers.streamed import Json, StreamedAnswer
-from gateway.answers.tokens import Detokenized, TokenCount, Tokenized, count_tokens, detokenize, tokenize
 from gateway.preparer import GenerationBody
 from gateway.requests.body import RequestBody
 from gateway.requests.chat import ChatCompletionRequest

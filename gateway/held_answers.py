@@ -1,19 +1,10 @@
 """The bytes that answers take in a gateway until their clients have them: of one request, and of all together."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from prometheus_client import Counter
 
 from gateway.errors import ApiError
-
-
-@dataclass(frozen=True)
-class AnswerLimits:
-    """Bytes of answers. per_request: of all answers to one request. total: of all requests."""
-
-    per_request: int
-    total: int
 
 
 class HeldAnswers:
@@ -22,9 +13,11 @@ class HeldAnswers:
     When they are too many, the request that holds the most ends, whichever asked for room: others go on.
     """
 
-    def __init__(self, limits: AnswerLimits, ended: Counter) -> None:
-        """ended: counts requests that end for what they hold, by reason."""
-        self.limits = limits
+    def __init__(self, per_request: int, total: int, ended: Counter) -> None:
+        """per_request, total: the most bytes, of all answers to one request and of all requests. ended: counts requests
+        that end for what they hold, by reason."""
+        self._per_request = per_request
+        self._total = total
         self._ended = ended
         self.held = 0
         self._leaving = 0
@@ -51,14 +44,13 @@ class HeldAnswers:
         Returns why this request ends, if it does; then the bytes do not count.
         """
         self.add(account, size)
-        limits = self.limits
-        if account.held > limits.per_request:
+        if account.held > self._per_request:
             text = (
-                f"the answers take more than {limits.per_request} bytes, the limit of one request: ask for fewer log "
+                f"the answers take more than {self._per_request} bytes, the limit of one request: ask for fewer log "
                 "probabilities (logprobs, top_logprobs), choices (n, best_of) or tokens, or stream"
             )
             self._end(account, "too_large", ApiError(400, text, code="answer_too_large"))
-        if self.held - self._leaving > limits.total:
+        if self.held - self._leaving > self._total:
             text = "this gateway holds as many bytes of answers as it may; try again later"
             error = ApiError(503, text, code="service_unavailable", retry_after=1.0)
             self._end(max(self._open, key=lambda each: each.held), "too_many_bytes", error)

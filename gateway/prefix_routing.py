@@ -1,7 +1,7 @@
 """Which node takes a request: which prefixes each node has cached, weighed against load.
 
 Nodes know exactly and compare token ids. The gateway keeps 64-bit hashes (`base.block_hashes`), and what it thinks
-may be out of date: a wrong guess costs a hit and never a wrong token. Nodes send updates (`control.cache_reports`), and
+may be out of date: a wrong guess costs a hit and never a wrong token. Nodes send updates (`control.membership`), and
 a whole one when the acknowledged serial shows that one was missed. So the index is right again after a restart of
 either side, and applying an update twice is applying it once.
 """

@@ -21,9 +21,8 @@ from gateway.formats.families import ChatFormat, choose_format
 from gateway.formats.parsing import CallParser
 from gateway.formats.tools import ToolSet
 from gateway.registry import Capacity
-from gateway.requests.chat import ChatCompletionRequest
+from gateway.requests.chat import ChatCompletionRequest, ConvertedRequest
 from gateway.requests.completions import CompletionRequest, Prompt
-from gateway.requests.conversion import ConvertedRequest
 from gateway.tokenizer import CheckpointTokenizer
 
 MAX_SETTINGS_BYTES = 8 << 20
@@ -211,7 +210,7 @@ class Preparer:
             # Few requests have a set of their own: a shared one stays in the processor's cache.
             skipped |= frozenset(stop_token_ids)
         return TextOptions(
-            stops=(*request.stop, *(reading.format.stop_strings if reading else ())),
+            stops=tuple(request.stop),
             includes_stop=bool(request.include_stop_str_in_output),
             min_tokens=request.min_tokens or 0,
             skipped=skipped,

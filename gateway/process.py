@@ -31,7 +31,7 @@ from gateway.completer import Completer
 from gateway.config import API_KEYS_VARIABLE, GatewayConfig
 from gateway.decode_client import DecodeClient
 from gateway.errors import ApiError, unavailable
-from gateway.held_answers import AnswerLimits, HeldAnswers
+from gateway.held_answers import HeldAnswers
 from gateway.keys import ApiKeys
 from gateway.prefix_routing import PrefixIndex
 from gateway.preparer import Preparer, chat_format_of
@@ -43,7 +43,7 @@ from service.connection import ConnectionLimits
 from service.http_server import HttpServer
 from service.lifecycle import STOP_SIGNALS, Lifecycle, raise_file_limit
 from service.status import bind_http, status_router
-from service.tls import server_tls
+from service.watched import server_tls
 
 log = structlog.get_logger(__name__)
 
@@ -101,7 +101,7 @@ class Gateway:
             tokenizer = CheckpointTokenizer(str(config.model_path), config.chat_template)
             context_length = _context_length(config, tokenizer)
             limits = _request_limits(config, context_length)
-            answer_limits = _answer_limits(config)
+            _check_answer_limits(config)
             self.registry = NodeRegistry(tokenizer.identity, _caches(config))
             chat_format = chat_format_of(config, tokenizer)
             cluster_keys = None if config.key_dir is None else load_keys(config.key_dir, "gateway")
@@ -136,7 +136,9 @@ class Gateway:
         )
         app = ApiServer(self._completer, self._rejection_reason).app()
         app.include_router(status_router(self.metrics, self._unready_reason, self._refresh))
-        self._answers = HeldAnswers(answer_limits, self.metrics.answers_ended)
+        self._answers = HeldAnswers(
+            config.max_answer_mib << 20, config.max_total_answer_mib << 20, self.metrics.answers_ended
+        )
         self._admission = Admission(app, keys, limits, self._answers, self.metrics.http_refused)
         self._http = HttpServer(
             self._admission,
@@ -290,13 +292,12 @@ def _request_limits(config: GatewayConfig, context_length: int) -> RequestLimits
     return RequestLimits(body_bytes, config.max_concurrent_requests, total_bytes)
 
 
-def _answer_limits(config: GatewayConfig) -> AnswerLimits:
+def _check_answer_limits(config: GatewayConfig) -> None:
     if config.max_total_answer_mib < config.max_answer_mib:
         raise StartupError(
             f"--max-total-answer-mib {config.max_total_answer_mib} is less than what one request may take, "
             f"{config.max_answer_mib} (--max-answer-mib): raise it, or lower that"
         )
-    return AnswerLimits(config.max_answer_mib << 20, config.max_total_answer_mib << 20)
 
 
 def _max_connections(requests: int) -> int:

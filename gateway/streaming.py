@@ -13,7 +13,7 @@ from gateway.answers.streamed import StreamedAnswer
 from gateway.attempt import Delta, DeltaSink
 from gateway.errors import ApiError
 from gateway.held_answers import HeldBytes
-from service.chunks import LARGE_BYTES, ChunkWriter
+from service.connection import LARGE_BYTES, ChunkWriter
 
 log = structlog.get_logger(__name__)
 

@@ -1,24 +1,12 @@
-"""The files of a Hugging Face checkpoint: found, checked, fingerprinted without loading, and read in parts.
-
-A safetensors file is a length of 8 bytes, a JSON header with dtype, shape and place of each tensor, and the tensors
-(https://github.com/huggingface/safetensors).
-"""
+"""Finds the files of a Hugging Face checkpoint, checks that they are complete and fingerprints them without loading."""
 
 import hashlib
 import json
-import math
-import os
 import struct
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
-
 from base.errors import StartupError
-from kernels.fp8 import BLOCK
-from kernels.operands import BlockFp8
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -31,14 +19,6 @@ VOLATILE_CONFIG_KEYS = frozenset(
 
 SAMPLE_BYTES = 64 << 10
 MAX_HEADER_BYTES = 100 << 20  # the limit of the safetensors format
-_TENSOR_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -140,79 +120,3 @@ def read_header(stream: BinaryIO, file: Path) -> bytes:
     if 8 + length + data_bytes != size:
         raise StartupError(f"{file} should be {8 + length + data_bytes} bytes long by its header, but it is {size}")
     return header
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a file. begin: of its first byte in the file."""
-
-    name: str
-    file: Path
-    begin: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def row_bytes(self) -> int:
-        """Of one entry of the first dimension."""
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
-
-    def read_rows(self, start: int, stop: int, into: torch.Tensor) -> None:
-        """Read rows [start, stop) of the first dimension into a contiguous uint8 tensor of their size in main memory.
-
-        Files are read and not mapped: reading does not stop at every page, several threads do it at once, and a file
-        that is cut off meanwhile is an error and not a signal. Raises StartupError if bytes are missing.
-        """
-        buffer = memoryview(into.numpy())  # type: ignore[arg-type]
-        offset, end = self.begin + start * self.row_bytes, self.begin + stop * self.row_bytes
-        with self.file.open("rb", buffering=0) as stream:
-            while offset < end:
-                count = os.preadv(stream.fileno(), [buffer[offset - end :]], offset)
-                if count == 0:
-                    raise StartupError(f"{self.file} ends within {self.name}")
-                offset += count
-
-
-def find_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """All tensors of the files, by name. Raises StartupError for a damaged file and for types that are not served."""
-    found: dict[str, StoredTensor] = {}
-    for file in files:
-        with file.open("rb") as stream:
-            header = read_header(stream, file)
-        for name, entry in json.loads(header).items():
-            if name == "__metadata__":
-                continue
-            if entry["dtype"] not in _TENSOR_DTYPES:
-                raise StartupError(f"{file} has {name} in {entry['dtype']}; served are {', '.join(_TENSOR_DTYPES)}")
-            dtype, shape, (begin, end) = _TENSOR_DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
-            if end - begin != math.prod(shape) * dtype.itemsize:
-                raise StartupError(f"{file} has {end - begin} bytes of {name}, which is {list(shape)} of {dtype}")
-            found[name] = StoredTensor(name, file, 8 + len(header) + begin, dtype, shape)
-    return found
-
-
-def read_quantization(path: Path, config: dict[str, Any]) -> BlockFp8 | None:
-    """What config.json says of the checkpoint's quantisation. Raises StartupError for any that is not block-fp8."""
-    for key in ("quantization_config", "compression_config"):
-        if not (found := config.get(key)):
-            continue
-        method = found.get("quant_method") if isinstance(found, dict) else found
-        if key != "quantization_config" or method != "fp8" or not isinstance(found, dict):
-            raise StartupError(
-                f"{path} has quantised weights ({key}: {method}), which are not served; "
-                f"give a checkpoint with weights in float32, bfloat16 or block-fp8"
-            )
-        expected = {"weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic", "fmt": "e4m3"}
-        for name, value in expected.items():
-            if found.get(name, value if name == "fmt" else None) != value:
-                raise StartupError(
-                    f"{path} has weights in fp8 with {name} {found.get(name)}, which are not served; served is {value}"
-                )
-        scale_format = found.get("scale_fmt") or "float"
-        if scale_format not in ("float", "ue8m0"):
-            raise StartupError(
-                f"{path} has weights in fp8 with scale_fmt {scale_format}, which are not served; "
-                "served are float and ue8m0"
-            )
-        return BlockFp8(power_of_two=scale_format == "ue8m0")
-    return None

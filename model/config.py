@@ -11,11 +11,12 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from base.errors import StartupError
+from kernels.fp8 import BLOCK
 from kernels.kv_format import KVFormat
 from kernels.operands import BlockFp8, Rope, RouterConfig
 from kvcache.format import DenseFormat, Fp8Format, KVCacheDtype
 from kvcache.layout import KVLayout
-from model.checkpoint import read_json, read_quantization
+from model.checkpoint import read_json
 from model.families import FAMILIES, LayerKind
 
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
@@ -163,7 +164,7 @@ def read_config(path: Path) -> NetworkConfig:
         )
     if raw.get("q_lora_rank", 0) is None:
         raise StartupError(f"{path}/config.json has q_lora_rank null: the indexer needs low-rank queries")
-    quantization = read_quantization(path, raw)
+    quantization = _quantization(path, raw)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # the library's validation raises classes of its own and of its dependencies
@@ -238,3 +239,30 @@ def _rope_angles(config: Any) -> RopeAngles:
 
 def _first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _quantization(path: Path, config: dict[str, Any]) -> BlockFp8 | None:
+    """What config.json says of the checkpoint's quantisation. Raises StartupError for any that is not block-fp8."""
+    for key in ("quantization_config", "compression_config"):
+        if not (found := config.get(key)):
+            continue
+        method = found.get("quant_method") if isinstance(found, dict) else found
+        if key != "quantization_config" or method != "fp8" or not isinstance(found, dict):
+            raise StartupError(
+                f"{path} has quantised weights ({key}: {method}), which are not served; "
+                f"give a checkpoint with weights in float32, bfloat16 or block-fp8"
+            )
+        expected = {"weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic", "fmt": "e4m3"}
+        for name, value in expected.items():
+            if found.get(name, value if name == "fmt" else None) != value:
+                raise StartupError(
+                    f"{path} has weights in fp8 with {name} {found.get(name)}, which are not served; served is {value}"
+                )
+        scale_format = found.get("scale_fmt") or "float"
+        if scale_format not in ("float", "ue8m0"):
+            raise StartupError(
+                f"{path} has weights in fp8 with scale_fmt {scale_format}, which are not served; "
+                "served are float and ue8m0"
+            )
+        return BlockFp8(power_of_two=scale_format == "ue8m0")
+    return None

@@ -20,12 +20,12 @@ from kernels.attention import AttentionBackend, triton_backend
 from kernels.operands import BlockFp8
 from kernels.ops import fp8_unavailable_reason, triton_unavailable_reason
 from kvcache.format import KVCacheDtype
-from model.checkpoint import StoredTensor, find_tensors, fingerprint, read_json, weight_files
+from model.checkpoint import fingerprint, read_json, weight_files
 from model.config import DTYPES, ModelSpec, read_config
 from model.network import Network
 from model.shard import NO_EXCHANGE, SINGLE_RANK, Exchange, Shard
 from model.sparse_model import SparseModel
-from model.stored_weights import SCALES, StoredWeights
+from model.stored_weights import SCALES, StoredTensor, StoredWeights, find_tensors
 from model.weights import RandomWeights
 
 log = structlog.get_logger(__name__)

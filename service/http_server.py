@@ -12,8 +12,7 @@ import uvicorn
 from prometheus_client import Counter
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from service.chunks import ChunkTurns
-from service.connection import ConnectionLimits, GuardedConnection
+from service.connection import ChunkTurns, ConnectionLimits, GuardedConnection
 
 log = structlog.get_logger(__name__)
 

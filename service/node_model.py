@@ -3,6 +3,8 @@
 `NodeModel.of` does what takes no time, so that a wrong configuration is refused at once. `start` does the rest.
 """
 
+import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,10 +14,11 @@ from typing import Any
 import structlog
 import torch
 
+from base.errors import StartupError
 from base.logs import configure_logging
 from base.version import VERSION
 from control.codec import PROTOCOL_VERSION
-from control.messages import CheckpointIdentity, Role
+from control.messages import ADDRESS_PATTERN, CheckpointIdentity, Role
 from kernels.attention import AttentionBackend
 from kernels.ops import fp8_unavailable_reason
 from model.config import ModelSpec
@@ -25,12 +28,14 @@ from model.sparse_model import SparseModel
 from ranks.group import RankGroup, Ranks, SingleRank
 from ranks.place import RankPlace
 from service.checkpoint import identify, identity_of
-from service.config import NodeConfig
+from service.config import NodeConfig, check_processes
 from service.shell import NodeShell
-from service.start import check, claim_transfer_ports, use_device
-from transfer.transports import Transports
+from transfer.ports import ClaimedPorts, parse_ports
+from transfer.transports import Transports, choose_transports, num_engines
 
 log = structlog.get_logger(__name__)
+
+_WILDCARDS = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True)
@@ -121,3 +126,54 @@ def common_to_ranks(ranks: Ranks, config: NodeConfig, spec: ModelSpec) -> dict[s
         "computes_in_fp8": fp8_unavailable_reason(ranks.device, spec.dtype) is None,
         "ranks": config.ranks,
     }
+
+
+def check(config: NodeConfig) -> None:
+    """Raises StartupError for invalid values, or for a transport that this machine lacks."""
+    if config.mem_fraction_static is not None and not 0 < config.mem_fraction_static < 1:
+        raise StartupError(f"--mem-fraction-static {config.mem_fraction_static}: expected a number between 0 and 1")
+    if config.host in _WILDCARDS and not config.advertise_host:
+        raise StartupError(f"--host {config.host} is not an address that others can reach; give --advertise-host too")
+    check_processes("--host", config.host, config.key_dir, config.insecure)
+    if config.transfer_host is not None:
+        if config.transfer_host in _WILDCARDS:
+            raise StartupError(
+                f"--transfer-host {config.transfer_host} is not an address that others can reach; give one of the "
+                "data network"
+            )
+        if not re.match(ADDRESS_PATTERN, f"{config.transfer_host}:0"):
+            raise StartupError(f"--transfer-host {config.transfer_host}: expected a host name or an IPv4 address")
+    parse_ports(config.transfer_ports, _num_engines(config))
+    for gateway in config.gateways:
+        if not re.match(ADDRESS_PATTERN, gateway):
+            raise StartupError(f"--gateway {gateway}: expected HOST:PORT, the gateway's control port")
+
+
+def use_device(flag: str) -> torch.device:
+    """The device that --device names. Hides all other GPUs from this process, so a GPU is always `cuda:0`.
+
+    Libraries touch the first device that they see, from threads of their own, and would take memory on another
+    process's GPU. Raises StartupError if there is no such device.
+    """
+    kind, _, number = flag.partition(":")
+    if kind == "cpu" and not number:
+        return torch.device("cpu")
+    if kind != "cuda" or not (number or "0").isdecimal():
+        raise StartupError(f"--device {flag}: expected cpu, cuda or cuda:N")
+    found = torch.cuda.device_count()
+    if int(number or 0) >= found:
+        raise StartupError(f"--device {flag}: this machine has {found} CUDA devices")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(found)))
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(number or 0)]
+    return torch.device("cuda", 0)
+
+
+def claim_transfer_ports(config: NodeConfig) -> ClaimedPorts | None:
+    """The ports of this node's transfer engines; None if it has no engine. Raises StartupError if none are free."""
+    engines = _num_engines(config)
+    return ClaimedPorts(parse_ports(config.transfer_ports, engines), engines) if engines else None
+
+
+def _num_engines(config: NodeConfig) -> int:
+    """Raises StartupError for a transport that this machine lacks."""
+    return num_engines(choose_transports(config.transfer_protocol, config.ib_device))

@@ -13,10 +13,9 @@ from fastapi import APIRouter
 
 from base.errors import StartupError
 from base.metrics import Metrics
-from control.cache_reports import CacheReports
 from control.discovery import GatewayAddresses
 from control.keys import cache_seed, group_secret, load_keys
-from control.membership import HEARTBEAT_S, Membership
+from control.membership import HEARTBEAT_S, CacheReports, Membership
 from control.messages import HeartbeatAck, Message, Peer, Refused, Registered, Role
 from control.plane import ControlPlane
 from kvcache.block_cache import BlockCache

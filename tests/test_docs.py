@@ -1,12 +1,12 @@
 """What the pages link to and name is there, for everyone who clones the repository."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.test_house import ROOT, tracked
+
 DESIGN = ROOT / "docs" / "design.md"
 PAGES = (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md")
 _LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[\w-]*)?\)")
@@ -14,17 +14,12 @@ _CODE = re.compile(r"`([^`\n]+)`")
 _FILE = re.compile(r"(?<![\w./*-])[\w.-]+(?:/[\w.-]+)+\.(?:cuh?|json|md|nft|py|sh|toml|ya?ml)\b")
 _CLASS = re.compile(r"\b[A-Z][a-z]\w*[a-z][A-Z]\w*|\bKV[A-Z]\w+")
 _DEFINED = re.compile(r"^ *class (\w+)|^(\w+)(?:: [^=\n]+)? = ", re.MULTILINE)
+FILES = {ROOT / name for name in tracked("")}
 
 
-def tracked_files() -> set[Path]:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return {ROOT / name for name in listed.split("\0") if name}
-
-
-@pytest.mark.parametrize("page", sorted(file for file in tracked_files() if file.suffix == ".md"), ids=lambda p: p.name)
+@pytest.mark.parametrize("page", sorted(file for file in FILES if file.suffix == ".md"), ids=lambda p: p.name)
 def test_links_lead_to_files_of_the_repository(page: Path) -> None:
-    files = tracked_files()
-    present = files | {parent for file in files for parent in file.parents}
+    present = FILES | {parent for file in FILES for parent in file.parents}
     targets = [(page.parent / link).resolve() for link in _LINK.findall(page.read_text())]
     assert [target for target in targets if target not in present] == []
 
@@ -32,7 +27,7 @@ def test_links_lead_to_files_of_the_repository(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_a_page_names_are_in_the_repository(page: Path) -> None:
     """A test may be named without the folder `tests`."""
-    names = {str(file.relative_to(ROOT)) for file in tracked_files()}
+    names = {str(file.relative_to(ROOT)) for file in FILES}
     names |= {name.removeprefix("tests/") for name in names}
     named = {name for code in _CODE.findall(page.read_text()) for name in _FILE.findall(code)}
     assert named - names == set()
@@ -45,7 +40,7 @@ def test_tests_that_a_page_names_are_there(page: Path) -> None:
 
 
 def test_classes_that_the_design_names_are_defined_in_the_product() -> None:
-    product = [file for file in tracked_files() if file.suffix == ".py" and not _is_tool(file)]
+    product = [file for file in FILES if file.suffix == ".py" and not _is_tool(file)]
     defined = {name for file in product for names in _DEFINED.findall(file.read_text()) for name in names}
     named = {name for code in _CODE.findall(DESIGN.read_text()) for name in _CLASS.findall(code)}
     assert len(named) > 50

@@ -16,7 +16,7 @@ from transfer.choices import EngineTransport, Transport
 from transfer.memory import BufferInfo, RemotePool, Session
 from transfer.planner import NO_LIMIT, Descriptors
 from transfer.ports import listening_ports
-from transfer.transport import Endpoint, TransportKind
+from transfer.transport import TransferEndpoint, TransportKind
 from transfer.writer import Outcome
 
 log = structlog.get_logger(__name__)
@@ -64,7 +64,7 @@ def _start(host: str, transport: EngineTransport, ib_device: str) -> Any:
     return engine
 
 
-class KVTransferEngine(Endpoint):
+class KVTransferEngine(TransferEndpoint):
     """An engine, which listens at every address of the machine. Threads may use different channels concurrently.
 
     session: the engine's name to others. Raises StartupError if Mooncake is missing or does not start.

@@ -95,9 +95,6 @@ class Reservation(Generic[KeyT, ProcessT, ResourceT]):
     def writers_of(self, boot_id: str) -> list[Writer[ProcessT]]:
         return [writer for writer in self.writers if writer.peer.boot_id == boot_id]
 
-    def writers_spoken_for_by(self, boot_id: str) -> list[Writer[ProcessT]]:
-        return list(self.writers) if boot_id == self.node.boot_id else self.writers_of(boot_id)
-
     def waiting_for_fence(self, now: float) -> float:
         """Seconds since the last writer's grace ended; negative before that."""
         ends = [math.inf if writer.free_after is None else writer.free_after for writer in self.writers]
@@ -191,7 +188,8 @@ class ReservationTable(Generic[KeyT, ProcessT, ResourceT]):
         reservation = self._table.get(key)
         if reservation is None or reservation.state is not ReservationState.QUARANTINED:
             return False
-        spoken_for = reservation.writers_spoken_for_by(boot_id)
+        by_node = boot_id == reservation.node.boot_id
+        spoken_for = list(reservation.writers) if by_node else reservation.writers_of(boot_id)
         for writer in spoken_for:
             if lingering:
                 writer.end(now)

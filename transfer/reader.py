@@ -8,11 +8,10 @@
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from transfer.memory import BufferInfo
-from transfer.planner import Descriptors, Int64s, plan_runs
+from transfer.planner import Descriptors
 from transfer.writer import Channel, Outcome, Pipeline, TransferError, Write
 
 _WHAT_FAILED = {
@@ -111,15 +110,3 @@ class Reader:
         except TransferError as error:
             return str(error)
         return None
-
-
-def batches_of(slots: Int64s, rows: Int64s, there: BufferInfo, here: BufferInfo) -> Iterator[Descriptors]:
-    """Descriptors that read item `slots[i]` of each buffer there into item `rows[i]` of the same buffer here.
-
-    slots, rows: int64 [n]. Raises ValueError if item sizes differ.
-    """
-    if there.item_lengths != here.item_lengths:
-        raise ValueError(f"items of {there.item_lengths} bytes there and of {here.item_lengths} here")
-    runs = plan_runs(slots, rows)
-    for item_bytes, source, destination in zip(there.item_lengths, there.ptrs, here.ptrs, strict=True):
-        yield runs.descriptors(item_bytes).at(source, destination)

@@ -14,7 +14,7 @@ import structlog
 
 from transfer.memory import RemotePool, SharedMemory
 from transfer.planner import NO_LIMIT, Descriptors, all_within
-from transfer.transport import Endpoint, TransportKind, Unreachable
+from transfer.transport import TransferEndpoint, TransportKind, Unreachable
 from transfer.writer import Outcome, Pending, TransferError
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class _Refused:
         return Outcome.FAILED
 
 
-class _SharedMemoryEndpoint(Endpoint):
+class _SharedMemoryEndpoint(TransferEndpoint):
     def connect(self, pool: RemotePool, reading: bool) -> SharedMemoryChannel | None:
         return None if pool.shared is None else SharedMemoryChannel(pool.shared, reading)
 

@@ -16,7 +16,7 @@ class Unreachable(Exception):
     """The transport exists at both ends, but does not connect them."""
 
 
-class Endpoint(Protocol):
+class TransferEndpoint(Protocol):
     """A transport's end in this process. Defaults: it registers no memory and listens on no port."""
 
     sessions: tuple[Session, ...] = ()
@@ -51,7 +51,7 @@ class TransportKind:
     """
 
     name: Transport
-    start: Callable[[str, str], Endpoint]
+    start: Callable[[str, str], TransferEndpoint]
     bytes_per_second: float
     pack_host: Packing
     pack_device: Packing

@@ -7,7 +7,7 @@ from transfer.incoming import IncomingCut
 from transfer.memory import BufferInfo, RemotePool, Session
 from transfer.ports import ClaimedPorts
 from transfer.shm import SHM
-from transfer.transport import Endpoint, Packing, TransportKind, Unreachable
+from transfer.transport import Packing, TransferEndpoint, TransportKind, Unreachable
 from transfer.writer import Channel
 
 TRANSPORTS: dict[Transport, TransportKind] = {kind.name: kind for kind in (SHM, RDMA, TCP)}
@@ -51,7 +51,7 @@ class Transports:
         Raises StartupError if a transport does not start.
         """
         self.offered = choose_transports(wanted, ib_device)
-        self.endpoints: dict[Transport, Endpoint] = {}
+        self.endpoints: dict[Transport, TransferEndpoint] = {}
         for name in self.offered:
             kind = TRANSPORTS[name]
             if ports is not None and kind.needs_engine:

@@ -24,7 +24,7 @@ from benchmarks.ranks.steps import time_steps_of
 from cli.serve import die_with_parent
 from ranks.group import RankGroup
 from ranks.place import RankPlace, create_places
-from service.start import use_device
+from service.node_model import use_device
 
 _STEP_TIMEOUT_S = 300.0
 _HOST_READS = ("swap-in alone", "together", "copy alone", "together")

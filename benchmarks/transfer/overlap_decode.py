@@ -16,7 +16,7 @@ from decode_node.attempt import ChunkNumber, chunk_of
 from decode_node.pools import destination_of
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import Request, RequestState
-from decode_node.verifier import Task, Verification, Verifier
+from decode_node.verifier import ChecksumTask, Verification, Verifier
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.sizing import plan_sizes
@@ -49,7 +49,7 @@ class DecodeSide:
     def __init__(self, host: str, transports: Transports, prefill: Peer, tokens: int) -> None:
         self._prefill = prefill
         self._tokens = tokens
-        self._inbox: queue.SimpleQueue[tuple[Peer, Message] | Task] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Peer, Message] | ChecksumTask] = queue.SimpleQueue()
         self._requests = 0
         self._at_end = ExitStack()
         self._coordinator = _tiers(tokens, transports.share_memory)

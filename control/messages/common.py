@@ -8,7 +8,7 @@ from base.wire import Identifier, UInt, WireModel
 
 Role = Literal["gateway", "prefill", "decode"]
 ADDRESS_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*:\d{1,5}$"
-Address = Annotated[str, Field(pattern=ADDRESS_PATTERN, max_length=262)]
+HostPort = Annotated[str, Field(pattern=ADDRESS_PATTERN, max_length=262)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 CacheSalt = Annotated[str, Field(max_length=128)]
 TokenIds = Annotated[tuple[TokenId, ...], Field(max_length=2**24)]
@@ -36,13 +36,13 @@ class Peer(WireModel):
     """A process on the control plane: HOST:PORT of its mailbox, and an id that each start draws. Stable."""
 
     role: Role
-    address: Address
+    address: HostPort
     boot_id: Identifier
 
 
 MAX_RANKS = 1024
 """Processes of one node, at most."""
-Ranks = Annotated[tuple[Peer, ...], Field(max_length=MAX_RANKS)]
+RankPeers = Annotated[tuple[Peer, ...], Field(max_length=MAX_RANKS)]
 
 
 class Identity(WireModel):

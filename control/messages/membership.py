@@ -7,14 +7,23 @@ from pydantic import AfterValidator, Field
 
 from base.block_hashes import BlockHashes
 from base.wire import Identifier, UInt
-from control.messages.common import GATEWAY, NODES, Address, CheckpointIdentity, Message, ModelIdentity, Peer, Ranks
+from control.messages.common import (
+    GATEWAY,
+    NODES,
+    CheckpointIdentity,
+    HostPort,
+    Message,
+    ModelIdentity,
+    Peer,
+    RankPeers,
+)
 from transfer.choices import Transport
 
 
 class Register(Message, sent_by=NODES):
     """Node to gateway, at start and whenever the gateway does not know it. Registered or Refused answers it."""
 
-    via: Address
+    via: HostPort
     role: Literal["prefill", "decode"]
     identity: ModelIdentity
     transports: tuple[Transport, ...]
@@ -22,26 +31,26 @@ class Register(Message, sent_by=NODES):
     max_request_tokens: UInt
     local_prefill: bool = False
     checkpoint: CheckpointIdentity | None = None
-    ranks: Ranks = ()
+    ranks: RankPeers = ()
 
 
 class Registered(Message, sent_by=GATEWAY):
     """Gateway to node: it may take requests. In another wire version it counts as a refusal. Stable."""
 
-    via: Address
+    via: HostPort
 
 
 class Refused(Message, sent_by=GATEWAY):
     """Gateway to node: it may not join. The reason names both values. Stable."""
 
-    via: Address
+    via: HostPort
     reason: str
 
 
 class Heartbeat(Message, sent_by=NODES):
     """Node to gateway, every second. HeartbeatAck answers it, or Refused from another wire version. via: stable."""
 
-    via: Address
+    via: HostPort
     ready: bool
     queued_tokens: UInt
     running_requests: UInt = 0
@@ -50,11 +59,11 @@ class Heartbeat(Message, sent_by=NODES):
 class HeartbeatAck(Message, sent_by=GATEWAY):
     """Gateway to node. A node that is not `known` registers again."""
 
-    via: Address
+    via: HostPort
     known: bool
     prefill_nodes: tuple[Peer, ...] = ()
     longest_prompts: dict[Identifier, UInt] = Field(default_factory=dict)
-    prefill_ranks: dict[Identifier, Ranks] = Field(default_factory=dict)
+    prefill_ranks: dict[Identifier, RankPeers] = Field(default_factory=dict)
     leaving: tuple[Identifier, ...] = ()
     cache_serial: UInt | None = None
 

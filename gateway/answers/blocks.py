@@ -150,12 +150,9 @@ class BlockAnswer(StreamedAnswer, ABC):
     named = True
 
     def __init__(self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: HeldBytes) -> None:
+        super().__init__(prepared, model, tokenizer, held)
         assert prepared.reading is not None
-        self._prepared = prepared
-        self._model = model
-        self._tokenizer = tokenizer
         self._reading = prepared.reading
-        self._held = held
         self._restart(whole=False)
 
     def _restart(self, whole: bool) -> None:

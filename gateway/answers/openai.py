@@ -131,19 +131,16 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
     """Whether those of its tokens were asked for."""
 
     def __init__(self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: HeldBytes) -> None:
+        super().__init__(prepared, model, tokenizer, held)
         request = prepared.request
-        self._held = held
         self._kept: dict[int, KeptAnswer] = {}
         """By number, answers that do not stream."""
         self._head: Head = {"id": prepared.request_id, "created": int(time.time()), "model": model}
         self._count = len(prepared.tokenized)
-        self._prompt_tokens = prepared.prompt_tokens
         self._completion_tokens = 0
-        self._tokenizer = tokenizer
         self._token_ids = bool(request.return_token_ids)
         options = request.stream_options
         self._include_usage = bool(options and options.include_usage)
-        self._prepared = prepared
         self._prompt_logprobs = request.prompt_logprobs
         self._usage_in_chunks = bool(options and options.continuous_usage_stats)
         self._around_choice: dict[int, tuple[bytes, bytes]] = {}
@@ -246,10 +243,11 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
             }
 
     def _usage(self) -> Usage:
+        prompt_tokens = self._prepared.prompt_tokens
         return {
-            "prompt_tokens": self._prompt_tokens,
+            "prompt_tokens": prompt_tokens,
             "completion_tokens": self._completion_tokens,
-            "total_tokens": self._prompt_tokens + self._completion_tokens,
+            "total_tokens": prompt_tokens + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self._prepared.cached_tokens},
         }
 

@@ -82,9 +82,12 @@ class StreamedAnswer(ABC):
     kept_bytes: int = 0
     """What a stream repeats later on, perhaps in one event."""
 
-    @abstractmethod
     def __init__(self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: HeldBytes) -> None:
         """held: counts what is kept of the answers."""
+        self._prepared = prepared
+        self._model = model
+        self._tokenizer = tokenizer
+        self._held = held
 
     @abstractmethod
     def keep(self, index: int, delta: Delta) -> None:

@@ -14,6 +14,8 @@ from gateway.formats.tools import parse_json
 
 Message: TypeAlias = Mapping[str, Any]
 
+BEGIN_OF_REASONING = "<think>"
+END_OF_REASONING = "</think>"
 RAW_ARGUMENTS = "arguments"
 """The argument under which a call's arguments are shown to the model when they are no JSON object."""
 

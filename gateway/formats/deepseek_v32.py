@@ -23,6 +23,8 @@ from typing import Any
 
 from gateway.formats import dsml
 from gateway.formats.conversation import (
+    BEGIN_OF_REASONING,
+    END_OF_REASONING,
     FormatError,
     Message,
     Prompt,
@@ -38,8 +40,6 @@ BEGIN = "<｜begin▁of▁sentence｜>"
 END = "<｜end▁of▁sentence｜>"
 USER = "<｜User｜>"
 ASSISTANT = "<｜Assistant｜>"
-BEGIN_OF_REASONING = "<think>"
-END_OF_REASONING = "</think>"
 
 _TOOLS = f"""## Tools
 

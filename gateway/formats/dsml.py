@@ -39,7 +39,10 @@ _LINE = "\n"
 class DsmlParser(CallParser):
     """Reads `OPENER`, calls and `CLOSER`. Calls after a broken one, in the same block, are content as well."""
 
+    name = "deepseek_v32"
+    sign = MARK
     opener = OPENER
+    markers = frozenset({MARK})
 
     def _read_calls(self) -> Steps[None]:
         yield from self._spaced(INVOKE)
@@ -64,23 +67,8 @@ class DsmlParser(CallParser):
                 yield from self._json_value(name, key, END_OF_PARAMETER)
         self._end(name)
 
-
-def render(name: str, arguments: Mapping[str, Any]) -> str:
-    """One call of a block."""
-    lines = [f'{INVOKE}{name}">']
-    for key, value in arguments.items():
-        is_string = isinstance(value, str)
-        text = value if is_string else to_json(value)
-        lines.append(f"{PARAMETER}{key}{_STRING if is_string else _JSON}{text}{END_OF_PARAMETER}")
-    # Without arguments, there is an empty line.
-    return "\n".join([*lines, *([] if arguments else [""]), END_OF_INVOKE])
-
-
-def grammar(tools: ToolSet, parallel: bool, marker_ids: Mapping[str, int]) -> str:
-    """A grammar of an answer that is nothing but calls of these tools."""
-    rules = CallGrammar(marker_ids)
-    calls = []
-    for number, name in enumerate(tools.names):
+    @staticmethod
+    def call_grammar(rules: CallGrammar, tools: ToolSet, name: str, number: str) -> str:
         body = [rules.literal(f'{INVOKE}{name}">\n')]
         for position, (key, schema) in enumerate(tools.properties(name).items()):
             types = tools.types(name, key)
@@ -93,7 +81,20 @@ def grammar(tools: ToolSet, parallel: bool, marker_ids: Mapping[str, int]) -> st
                 forms.append(f"{rules.literal(f'{PARAMETER}{key}{_JSON}')} {value} {rules.literal(END_OF_PARAMETER)}")
             argument = rules.rule(f"argument_{number}_{position}", f"{choice(forms)} {rules.literal(_LINE)}")
             body.append(argument if key in tools.required(name) else f"{argument}?")
-        calls.append(rules.rule(f"call_{number}", f"{' '.join(body)} {rules.literal(END_OF_INVOKE + _LINE)}"))
-    call = rules.rule("call", choice(calls))
-    begin = rules.literal(f"\n\n{OPENER}\n")
-    return rules.text(f"{begin} {call}{'+' if parallel else ''} {rules.literal(CLOSER)}")
+        return rules.rule(f"call_{number}", f"{' '.join(body)} {rules.literal(END_OF_INVOKE + _LINE)}")
+
+    @staticmethod
+    def several(rules: CallGrammar, call: str, parallel: bool) -> str:
+        begin = rules.literal(f"\n\n{OPENER}\n")
+        return f"{begin} {call}{'+' if parallel else ''} {rules.literal(CLOSER)}"
+
+
+def render(name: str, arguments: Mapping[str, Any]) -> str:
+    """One call of a block."""
+    lines = [f'{INVOKE}{name}">']
+    for key, value in arguments.items():
+        is_string = isinstance(value, str)
+        text = value if is_string else to_json(value)
+        lines.append(f"{PARAMETER}{key}{_STRING if is_string else _JSON}{text}{END_OF_PARAMETER}")
+    # Without arguments, there is an empty line.
+    return "\n".join([*lines, *([] if arguments else [""]), END_OF_INVOKE])

@@ -1,49 +1,65 @@
-"""Which chat format a checkpoint has."""
+"""Which chat format a checkpoint has, and prompts by a Jinja template, of the checkpoint or of --chat-template."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from gateway.formats import deepseek_v32, dsml, glm, hermes
-from gateway.formats.conversation import Message, Prompt
-from gateway.formats.parsing import CallParser, TextParser
-from gateway.formats.template import ApplyTemplate, TemplateRenderer
+from gateway.formats.conversation import BEGIN_OF_REASONING, END_OF_REASONING, Message, Prompt, arguments_of, content_of
+from gateway.formats.grammar import CallGrammar, choice
+from gateway.formats.parsing import CallParser
 from gateway.formats.tools import Tool, ToolSet
 
-_BEGIN_OF_REASONING = "<think>"
-_END_OF_REASONING = "</think>"
 _Renderer: TypeAlias = Callable[[Sequence[Message], Sequence[Tool], bool | None, Mapping[str, Any]], Prompt]
 """Arguments: messages, tools, whether to think, variables."""
-_Grammar: TypeAlias = Callable[[ToolSet, bool, Mapping[str, int]], str]
-"""Arguments: tools, whether parallel calls are allowed, ids of markers."""
 
 
-@dataclass(frozen=True)
-class _CallSyntax:
-    """How a family writes tool calls. sign: what a template that teaches this syntax contains."""
-
-    name: str
-    sign: str
-    parser: type[CallParser]
-    grammar: _Grammar
-    markers: frozenset[str]
-
-
-_SYNTAXES = (
-    _CallSyntax("deepseek_v32", dsml.MARK, dsml.DsmlParser, dsml.grammar, frozenset({dsml.MARK})),
-    _CallSyntax(
-        "glm47",
-        glm.KEY,
-        glm.GlmParser,
-        glm.grammar,
-        frozenset({glm.OPENER, glm.CLOSER, glm.KEY, glm.END_OF_KEY, glm.VALUE, glm.END_OF_VALUE}),
-    ),
-    _CallSyntax(
-        "hermes", hermes.OPENER, hermes.HermesParser, hermes.grammar, frozenset({hermes.OPENER, hermes.CLOSER})
-    ),
-)
+_SYNTAXES: tuple[type[CallParser], ...] = (dsml.DsmlParser, glm.GlmParser, hermes.HermesParser)
 CALL_PARSERS = (*(syntax.name for syntax in _SYNTAXES), "none")
 """The values of --tool-call-parser."""
+
+
+ApplyTemplate: TypeAlias = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, Mapping[str, Any]], str]
+"""Renders messages, tools (None: there are none) and variables, with the generation prompt at the end."""
+
+
+class TemplateRenderer:
+    """Gives a template what templates expect, which is not quite what OpenAI's API has:
+
+    - the arguments of calls as mappings, not as JSON text;
+    - content that is missing as "", where templates would write "None";
+    - a developer's message as a system message where the template does not know the role: it would leave it out.
+    """
+
+    def __init__(self, source: str, apply: ApplyTemplate, *, begin_of_reasoning: str | None) -> None:
+        """source: the text of the template, which `apply` renders."""
+        self._apply = apply
+        self._knows_developers = "developer" in source
+        self._begin_of_reasoning = begin_of_reasoning
+
+    def __call__(
+        self, messages: Sequence[Message], tools: Sequence[Tool], thinking: bool | None, variables: Mapping[str, Any]
+    ) -> Prompt:
+        """The prompt. Raises whatever `apply` raises.
+
+        Templates reason by default or not, as they like. That they do shows in the prompt: it ends where reasoning
+        begins.
+        """
+        if thinking is not None and not {"thinking", "enable_thinking"} & variables.keys():
+            variables = {**variables, "thinking": thinking, "enable_thinking": thinking}
+        rendered = [self._message(message) for message in messages]
+        text = self._apply(rendered, [dict(tool) for tool in tools] or None, variables)
+        begin = self._begin_of_reasoning
+        return Prompt(text, begin is not None and text.rstrip().endswith(begin))
+
+    def _message(self, message: Message) -> dict[str, Any]:
+        rendered = {**message, "content": content_of(message)}
+        if message["role"] == "developer" and not self._knows_developers:
+            rendered["role"] = "system"
+        if calls := message.get("tool_calls"):
+            rendered["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": arguments_of(call)}} for call in calls
+            ]
+        return rendered
 
 
 class ChatFormat:
@@ -51,17 +67,15 @@ class ChatFormat:
 
     Any thread may call it. name: as in --tool-call-parser. end_of_reasoning: the text after reasoning; None if the
     format knows no reasoning. markers: texts of tokens that the parser looks for, so the detokenizer must not skip
-    them. stop_strings: end every answer, in addition to the checkpoint's stop tokens.
+    them.
     """
 
-    stop_strings: tuple[str, ...] = ()
-
-    def __init__(self, renderer: _Renderer, syntax: _CallSyntax | None, *, reasons: bool) -> None:
+    def __init__(self, renderer: _Renderer, syntax: type[CallParser] | None, *, reasons: bool) -> None:
         self._renderer = renderer
         self._syntax = syntax
         self.name = syntax.name if syntax else "none"
-        self.end_of_reasoning = _END_OF_REASONING if reasons else None
-        reasoning = frozenset({_BEGIN_OF_REASONING, _END_OF_REASONING}) if reasons else frozenset()
+        self.end_of_reasoning = END_OF_REASONING if reasons else None
+        reasoning = frozenset({BEGIN_OF_REASONING, END_OF_REASONING}) if reasons else frozenset()
         self.markers = reasoning | (syntax.markers if syntax else frozenset())
 
     def render(
@@ -80,20 +94,13 @@ class ChatFormat:
         prompt = self._renderer(messages, tools, thinking, variables or {})
         return prompt if self.end_of_reasoning else Prompt(prompt.text, reasoning=False)
 
-    def parser(
-        self,
-        tools: ToolSet,
-        *,
-        reasoning: bool,
-        whole_calls: bool = False,
-        new_id: Callable[[], str] | None = None,
-    ) -> CallParser:
+    def parser(self, tools: ToolSet, *, reasoning: bool, whole_calls: bool = False) -> CallParser:
         """A parser of one answer. tools: those that may be called; none: everything is text. reasoning:
-        `Prompt.reasoning`. whole_calls, new_id: as of `CallParser`."""
+        `Prompt.reasoning`. whole_calls: as of `CallParser`."""
+        # Without tools, all parsers are alike.
+        parser, readable = (hermes.HermesParser, ToolSet(())) if self._syntax is None else (self._syntax, tools)
         end = self.end_of_reasoning if reasoning else None
-        if self._syntax is None or not tools:
-            return TextParser(end_of_reasoning=end)
-        return self._syntax.parser(tools, end_of_reasoning=end, whole_calls=whole_calls, new_id=new_id)
+        return parser(readable, end_of_reasoning=end, whole_calls=whole_calls)
 
     def call_grammar(
         self, tools: ToolSet, *, parallel: bool = True, token_ids: Mapping[str, int] | None = None
@@ -105,8 +112,9 @@ class ChatFormat:
         """
         if self._syntax is None:
             return None
-        marker_ids = {text: i for text, i in (token_ids or {}).items() if text in self._syntax.markers}
-        return self._syntax.grammar(tools, parallel, marker_ids)
+        rules = CallGrammar({text: i for text, i in (token_ids or {}).items() if text in self._syntax.markers})
+        calls = [self._syntax.call_grammar(rules, tools, name, str(number)) for number, name in enumerate(tools.names)]
+        return rules.text(self._syntax.several(rules, rules.rule("call", choice(calls)), parallel))
 
 
 def choose_format(
@@ -143,6 +151,6 @@ def choose_format(
         syntax = next((syntax for syntax in _SYNTAXES if syntax.sign in template and "tools" in template), None)
     else:
         syntax = next((syntax for syntax in _SYNTAXES if syntax.name == call_parser), None)
-    reasons = parse_reasoning and _END_OF_REASONING in template
-    begin = _BEGIN_OF_REASONING if reasons else None
+    reasons = parse_reasoning and END_OF_REASONING in template
+    begin = BEGIN_OF_REASONING if reasons else None
     return ChatFormat(TemplateRenderer(template, apply, begin_of_reasoning=begin), syntax, reasons=reasons)

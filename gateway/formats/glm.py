@@ -11,9 +11,8 @@ would have written it: JSON of a type that is allowed, but not a string, is JSON
 
 import json
 import re
-from collections.abc import Mapping
 
-from gateway.formats.grammar import CallGrammar, choice
+from gateway.formats.grammar import CallGrammar
 from gateway.formats.parsing import CallParser
 from gateway.formats.reading import Malformed, Steps
 from gateway.formats.tools import ToolSet, json_type, parse_json
@@ -31,7 +30,10 @@ _WORD = re.compile(r"[^\s<]*")
 class GlmParser(CallParser):
     """Reads one call after each opener. White space may stand between the tags, as GLM-4.5 writes it."""
 
+    name = "glm47"
+    sign = KEY
     opener = OPENER
+    markers = frozenset({OPENER, CLOSER, KEY, END_OF_KEY, VALUE, END_OF_VALUE})
 
     def _read_calls(self) -> Steps[None]:
         name = yield from self._name()
@@ -65,23 +67,8 @@ class GlmParser(CallParser):
                 raise Malformed
             yield from self._more()
 
-
-def _json_or_string(text: str, types: frozenset[str] | None) -> str:
-    """A value that may be a string, as JSON text."""
-    try:
-        found = json_type(parse_json(text.strip()))
-    except ValueError:
-        found = "string"
-    if found == "string" or (types is not None and found not in types):
-        return json.dumps(text, ensure_ascii=False)
-    return text.strip()
-
-
-def grammar(tools: ToolSet, parallel: bool, marker_ids: Mapping[str, int]) -> str:
-    """A grammar of an answer that is nothing but calls of these tools."""
-    rules = CallGrammar(marker_ids)
-    calls = []
-    for number, name in enumerate(tools.names):
+    @staticmethod
+    def call_grammar(rules: CallGrammar, tools: ToolSet, name: str, number: str) -> str:
         body = [rules.literal(OPENER + name)]
         for position, (key, schema) in enumerate(tools.properties(name).items()):
             types = tools.types(name, key)
@@ -93,6 +80,15 @@ def grammar(tools: ToolSet, parallel: bool, marker_ids: Mapping[str, int]) -> st
             begin = rules.literal(f"{KEY}{key}{END_OF_KEY}{VALUE}")
             argument = rules.rule(f"argument_{number}_{position}", f"{begin} {value}")
             body.append(argument if key in tools.required(name) else f"{argument}?")
-        calls.append(rules.rule(f"call_{number}", f"{' '.join(body)} {rules.literal(CLOSER)}"))
-    call = rules.rule("call", choice(calls))
-    return rules.text(f"{call}{'+' if parallel else ''}")
+        return rules.rule(f"call_{number}", f"{' '.join(body)} {rules.literal(CLOSER)}")
+
+
+def _json_or_string(text: str, types: frozenset[str] | None) -> str:
+    """A value that may be a string, as JSON text."""
+    try:
+        found = json_type(parse_json(text.strip()))
+    except ValueError:
+        found = "string"
+    if found == "string" or (types is not None and found not in types):
+        return json.dumps(text, ensure_ascii=False)
+    return text.strip()

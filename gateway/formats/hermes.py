@@ -8,10 +8,9 @@ The format is that of the NousResearch/Hermes-Function-Calling prompts and of Qw
 """
 
 import json
-from collections.abc import Mapping
 
 from gateway.formats.conversation import to_json
-from gateway.formats.grammar import CallGrammar, choice
+from gateway.formats.grammar import CallGrammar
 from gateway.formats.parsing import CallParser
 from gateway.formats.reading import Malformed, Steps
 from gateway.formats.tools import ToolSet, parse_json
@@ -25,7 +24,9 @@ _END = "}\n" + CLOSER
 class HermesParser(CallParser):
     """Reads one call after each opener. It is held back until it is complete: arguments may come before the name."""
 
-    opener = OPENER
+    name = "hermes"
+    sign = opener = OPENER
+    markers = frozenset({OPENER, CLOSER})
 
     def _read_calls(self) -> Steps[None]:
         text = yield from self._raw_value(CLOSER)
@@ -43,15 +44,12 @@ class HermesParser(CallParser):
             self._arguments(json.dumps(value, ensure_ascii=False))
         self._end(name)
 
-
-def grammar(tools: ToolSet, parallel: bool, marker_ids: Mapping[str, int]) -> str:
-    """A grammar of an answer that is nothing but calls of these tools."""
-    rules = CallGrammar(marker_ids)
-    calls = []
-    for number, name in enumerate(tools.names):
-        schema = {"type": "object", **tools.parameters(name)}
-        arguments = rules.json(f"arguments_{number}", schema, {})
+    @staticmethod
+    def call_grammar(rules: CallGrammar, tools: ToolSet, name: str, number: str) -> str:
+        arguments = rules.json(f"arguments_{number}", {"type": "object", **tools.parameters(name)}, {})
         begin = f'{OPENER}\n{{"name": {to_json(name)}, "arguments": '
-        calls.append(rules.rule(f"call_{number}", f"{rules.literal(begin)} {arguments} {rules.literal(_END)}"))
-    call = rules.rule("call", choice(calls))
-    return rules.text(f'{call} ("\\n" {call})*' if parallel else call)
+        return rules.rule(f"call_{number}", f"{rules.literal(begin)} {arguments} {rules.literal(_END)}")
+
+    @staticmethod
+    def several(rules: CallGrammar, call: str, parallel: bool) -> str:
+        return f'{call} ("\\n" {call})*' if parallel else call

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
+from gateway.formats.grammar import CallGrammar
 from gateway.formats.json_prefix import JsonPrefix
 from gateway.formats.reading import Malformed, PieceReader, Steps, overlap
 from gateway.formats.tools import ToolSet
@@ -74,8 +75,13 @@ class CallParser(PieceReader, ABC):
     markup and the white space of what was understood. The answer is read on after the break.
     """
 
+    name: ClassVar[str]
+    """Of the syntax, as in --tool-call-parser."""
+    sign: ClassVar[str]
+    """What a template that teaches this syntax contains."""
     opener: ClassVar[str]
     """The marker in front of calls."""
+    markers: ClassVar[frozenset[str]]
 
     def __init__(
         self,
@@ -83,17 +89,16 @@ class CallParser(PieceReader, ABC):
         *,
         end_of_reasoning: str | None,
         whole_calls: bool = False,
-        new_id: Callable[[], str] | None = None,
     ) -> None:
         """end_of_reasoning: None if the answer does not begin in reasoning.
 
         whole_calls: give a call only when it is complete, as is right for answers that do not stream. A call that
-        breaks or is cut off is text then. new_id: names the calls; by default "call_" and random digits.
+        breaks or is cut off is text then.
         """
         super().__init__()
         self._tools = tools
         self._whole_calls = whole_calls
-        self._new_id = new_id or _random_id
+        self.new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
         self._events: list[Event] = []
         """Certain, and not given out yet. `_taken` has what was read since the last of them; it becomes content if the
         call breaks."""
@@ -126,6 +131,16 @@ class CallParser(PieceReader, ABC):
     @abstractmethod
     def _read_calls(self) -> Steps[None]:
         """Read what follows the opener, up to where content goes on. Raises Malformed."""
+
+    @staticmethod
+    @abstractmethod
+    def call_grammar(rules: CallGrammar, tools: ToolSet, name: str, number: str) -> str:
+        """The rule of a call of one tool. number: of the tool, for the names of rules."""
+
+    @staticmethod
+    def several(rules: CallGrammar, call: str, parallel: bool) -> str:
+        """The body of the rule of an answer that is nothing but calls. call: the rule of one."""
+        return f"{call}+" if parallel else call
 
     # The answer.
 
@@ -189,7 +204,7 @@ class CallParser(PieceReader, ABC):
 
     def _begin(self, name: str) -> None:
         self._open = True
-        self._waiting.append(CallBegin(self._calls, self._new_id(), name))
+        self._waiting.append(CallBegin(self._calls, self.new_id(), name))
 
     def _key(self, name: str, key: str) -> None:
         """Begin an argument, and the call with its first one."""
@@ -286,19 +301,3 @@ class CallParser(PieceReader, ABC):
                 given.append(event)
         self._events.clear()
         return given
-
-
-class TextParser(CallParser):
-    """Reasoning and content of a format whose calls are not known: everything after the reasoning is content."""
-
-    opener = ""
-
-    def __init__(self, *, end_of_reasoning: str | None) -> None:
-        super().__init__(ToolSet(()), end_of_reasoning=end_of_reasoning)
-
-    def _read_calls(self) -> Steps[None]:
-        raise AssertionError("content of an answer without tools has no calls")
-
-
-def _random_id() -> str:
-    return "call_" + secrets.token_hex(12)

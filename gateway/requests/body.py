@@ -1,19 +1,115 @@
 """How request bodies are read: JSON into pydantic models, and errors that name the field.
 
-Types are strict: neither "5" nor true is an integer. As in OpenAI's API, null means the default. Fields that are not
-declared are for `gateway.requests.unsupported`.
+Types are strict: neither "5" nor true is an integer. As in OpenAI's API, null means the default. Of the fields that are
+not declared, one that is known, changes the answer and is not carried out is refused: no answer is better than one that
+ignores a part of the request. Null is accepted, and so is a value that asks for the default. A field that nobody knows
+is ignored, as other servers do, and logged once.
 """
 
 import json
-from abc import ABC, abstractmethod
-from typing import Annotated, Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
 
+import structlog
 from pydantic import AfterValidator, ConfigDict, Discriminator, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
 from base.wire import FailFastModel, first_error
 from gateway.errors import ApiError, shown
-from gateway.requests.unsupported import FieldPolicy
+
+log = structlog.get_logger(__name__)
+
+HARMLESS = frozenset(
+    {
+        "metadata",
+        "mm_processor_kwargs",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+"""Fields for accounts, caches and speed, which do not change the text."""
+
+Neutral = Mapping[str, tuple[Any, ...]]
+"""By field, the values that ask for the default."""
+
+NEUTRAL: Neutral = {
+    "add_generation_prompt": (True,),
+    "audio": (),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "custom_logit_processor": (),
+    "detokenize": (True,),
+    "documents": ([],),
+    "ebnf": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "json_schema": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "lora_path": (),
+    "modalities": (["text"],),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "regex": (),
+    "spaces_between_special_tokens": (True,),
+    "stop_regex": ([],),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+"""Fields of OpenAI's, vLLM's and SGLang's APIs that are not carried out here."""
+
+OF_MESSAGES: Neutral = {"annotations": ([],), "audio": (), "function_call": (), "prefix": (False,)}
+"""The same for the fields of a message: clients send back answers with these."""
+
+OF_STREAMS: Neutral = {"include_obfuscation": (True, False)}
+"""The same for stream_options. Obfuscation pads chunks, which no client depends on."""
+
+_MOST_NAMES = 1000
+_MOST_CHARACTERS = 64
+
+
+class FieldPolicy:
+    """What becomes of fields that are not declared. Threads may share it.
+
+    strict: what nobody knows is refused, too.
+    """
+
+    def __init__(self, strict: bool) -> None:
+        self._strict = strict
+        self._logged: set[str] = set()
+
+    def check(self, fields: Mapping[str, Any], neutral: Neutral, path: str = "") -> None:
+        """Raises ApiError (400) for the first field that is refused. path: what its name begins with."""
+        for name, value in fields.items():
+            if value is None or name in HARMLESS:
+                continue
+            if name not in neutral:
+                self._unknown(name, path)
+            elif not any(_same(value, other) for other in neutral[name]):
+                allowed = " or ".join(map(repr, neutral[name]))
+                other_than = f" other than {allowed}, found {shown(value)}" if allowed else ""
+                raise ApiError(400, f"{path}{name}: not supported here{other_than}", param=path + name)
+
+    def _unknown(self, name: str, path: str) -> None:
+        if self._strict:
+            raise ApiError(400, f"{path}{name}: not known here", param=path + name)
+        short = name[:_MOST_CHARACTERS]
+        if short not in self._logged and len(self._logged) < _MOST_NAMES:
+            self._logged.add(short)
+            log.warning("ignored a field of requests that is not known", field=short)
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equal, where 1 does not equal true."""
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+
 
 OTHER_KIND = "other_kind"
 """The type of the error of an element whose `type` is not one of those expected."""
@@ -25,12 +121,15 @@ class Piece(FailFastModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
 
 
-class RequestBody(Piece, ABC):
+class RequestBody(Piece):
     """The body of a request."""
 
-    @abstractmethod
+    neutral: ClassVar[Neutral] = {}
+    """Like `NEUTRAL`, for this endpoint alone."""
+
     def check_fields(self, policy: FieldPolicy) -> None:
         """Raises ApiError for a field that asks for what is not carried out."""
+        policy.check(self.model_extra or {}, {**NEUTRAL, **self.neutral})
 
 
 def _finite(value: dict[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,18 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions, and bodies of endpoints that are answered by way of a chat completion."""
 
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from gateway.requests.body import JsonObject, Piece
-from gateway.requests.generation import MAX_STOP_CHARS, MAX_STOPS, GenerationRequest
-from gateway.requests.unsupported import OF_MESSAGES, FieldPolicy
+from gateway.errors import ApiError
+from gateway.requests.body import OF_MESSAGES, FieldPolicy, JsonObject, Piece, RequestBody, invalid
+from gateway.requests.generation import MAX_STOP_CHARS, MAX_STOPS, CommonFields, GenerationRequest
 
 MAX_TOOLS = 512
 TemplateName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
@@ -15,6 +20,7 @@ TemplateValue = bool | int | float | Annotated[str, Field(max_length=MAX_STOP_CH
 """Switches for a chat template. Structures are refused: templates are not written to be safe with them."""
 TemplateVariables = Annotated[dict[TemplateName, TemplateValue], Field(max_length=MAX_STOPS)]
 
+CallId = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 
@@ -49,7 +55,7 @@ class CalledFunction(Piece):
 class ToolCall(Piece):
     """A call of an earlier answer."""
 
-    id: Annotated[str, Field(max_length=MAX_STOP_CHARS)]
+    id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
 
@@ -169,3 +175,46 @@ class ChatCompletionRequest(GenerationRequest):
 
     def requested_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+_PASSED_ON = {*CommonFields.model_fields, "chat_template_kwargs"}
+
+
+class ConvertedRequest(RequestBody, CommonFields, ABC):
+    """The body of an endpoint that is answered by way of a chat completion."""
+
+    names: ClassVar[Mapping[str, str]]
+    """By the name of a chat completion's field, its name here."""
+
+    model: str | None = None
+    stream: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+
+    @abstractmethod
+    def chat_fields(self) -> dict[str, Any]:
+        """The body of the chat completion, without `model`, `stream` and the fields that have the same name."""
+
+    def generation(self, policy: FieldPolicy) -> ChatCompletionRequest:
+        """The chat completion that the body asks for. Raises ApiError for what that refuses, too."""
+        fields = {name: getattr(self, name) for name in _PASSED_ON & self.model_fields_set}
+        try:
+            chat = ChatCompletionRequest.model_validate(
+                {"model": self.model, "stream": self.stream, **fields, **self.chat_fields()}
+            )
+        except ValidationError as error:
+            raise invalid(error) from error
+        chat.check_fields(policy)
+        return chat
+
+    @classmethod
+    @contextmanager
+    def renaming(cls) -> Iterator[None]:
+        """Errors that come from within name the fields as this endpoint does."""
+        try:
+            yield
+        except ApiError as error:
+            field, _, rest = (error.param or "").partition(".")
+            name = cls.names.get(field, field)
+            message = re.sub(rf"^{re.escape(field)}\b", name, error.message) if field else error.message
+            message = re.sub(r"\bmax_tokens\b", cls.names.get("max_tokens", "max_tokens"), message)
+            raise replace(error, message=message, param=".".join(filter(None, (name, rest))) or None) from error

@@ -22,9 +22,8 @@ from control.messages import (
 from control.prompt_logprobs import Alternatives, too_many
 from gateway.errors import ApiError, context_length_exceeded, shown
 from gateway.registry import Capacity
-from gateway.requests.body import Piece, RequestBody
+from gateway.requests.body import OF_STREAMS, FieldPolicy, Piece, RequestBody
 from gateway.requests.structure import StructureFields
-from gateway.requests.unsupported import NEUTRAL, OF_STREAMS, FieldPolicy, Neutral
 from gateway.tokenizer import CheckpointTokenizer
 
 MAX_PRIORITY = 1000
@@ -34,11 +33,8 @@ MAX_STOP_CHARS = 256
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
-_StopInput = (
-    Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-    | Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]], Field(max_length=MAX_STOPS)]
-    | None
-)
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
 
 
 def _stops(value: object) -> list[str]:
@@ -77,13 +73,10 @@ class CommonFields(Piece):
     repetition_penalty: RepetitionPenalty | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED)] | None = None
-    bad_words: (
-        Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]], Field(max_length=MAX_BIASES // 2)
-        ]
-        | None
-    ) = None
-    stop: Annotated[list[str], PlainValidator(_stops, json_schema_input_type=_StopInput)] = Field(default_factory=list)
+    bad_words: Annotated[list[StopString], Field(max_length=MAX_BIASES // 2)] | None = None
+    stop: Annotated[list[str], PlainValidator(_stops, json_schema_input_type=StopString | StopStrings | None)] = Field(
+        default_factory=list
+    )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -98,8 +91,6 @@ class GenerationRequest(RequestBody, CommonFields, StructureFields, ABC):
     prompt_field: ClassVar[str]
     default_tokens: ClassVar[int | None]
     """How many tokens to generate by default; None: as many as the context has room for."""
-    neutral: ClassVar[Neutral]
-    """Like `unsupported.NEUTRAL`, for this endpoint alone."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -144,7 +135,7 @@ class GenerationRequest(RequestBody, CommonFields, StructureFields, ABC):
 
     def check_fields(self, policy: FieldPolicy) -> None:
         """Raises ApiError for a field that asks for what is not carried out."""
-        policy.check(self.model_extra or {}, {**NEUTRAL, **self.neutral})
+        super().check_fields(policy)
         if self.stream_options is not None:
             policy.check(self.stream_options.model_extra or {}, OF_STREAMS, "stream_options.")
 

@@ -8,11 +8,8 @@ from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.requests.body import JsonObject, Piece, TextOr, kinds
-from gateway.requests.chat import MAX_TOOLS, ToolName
-from gateway.requests.conversion import ConvertedRequest
-from gateway.requests.generation import MAX_STOP_CHARS, MAX_STOPS
-
-UseId = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
+from gateway.requests.chat import MAX_TOOLS, CallId, ConvertedRequest, ToolName
+from gateway.requests.generation import StopStrings
 
 
 class TextBlock(Piece):
@@ -41,7 +38,7 @@ class ToolUseBlock(Piece):
     """A call of an earlier answer."""
 
     type: Literal["tool_use"]
-    id: UseId
+    id: CallId
     name: ToolName
     input: JsonObject
 
@@ -69,7 +66,7 @@ class ToolResultBlock(Piece):
     """What a call returned. is_error: the text is expected to say so; models get nothing but the text."""
 
     type: Literal["tool_result"]
-    tool_use_id: UseId
+    tool_use_id: CallId
     content: TextOr[ResultBlock] | None = None
     is_error: bool | None = None
 
@@ -214,13 +211,7 @@ class MessagesRequest(CountTokensRequest):
     """The body of POST /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: (
-        Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
-            Field(max_length=MAX_STOPS),
-        ]
-        | None
-    ) = None
+    stop_sequences: StopStrings | None = None
     metadata: Metadata | None = None
     service_tier: str | None = None
 

@@ -6,18 +6,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from gateway.requests.body import TEXT_OR_OTHER, JsonObject, Piece, TextOr, kinds
-from gateway.requests.chat import MAX_TOOLS, ToolName
-from gateway.requests.conversion import ConvertedRequest
-from gateway.requests.generation import MAX_STOP_CHARS, StreamOptions
-from gateway.requests.unsupported import OF_STREAMS, FieldPolicy
+from gateway.requests.body import OF_STREAMS, TEXT_OR_OTHER, FieldPolicy, JsonObject, Piece, TextOr, kinds
+from gateway.requests.chat import MAX_TOOLS, CallId, ConvertedRequest, ToolName
+from gateway.requests.generation import StreamOptions
 
 LOGPROBS = "message.output_text.logprobs"
 """What `include` names when the client wants log probabilities."""
 MAX_METADATA = 16
-
-
-CallId = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 
 
 class InputText(Piece):

@@ -6,9 +6,8 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from control.messages import TokenId
-from gateway.requests.body import RequestBody
+from gateway.requests.body import FieldPolicy, RequestBody
 from gateway.requests.chat import MAX_TOOLS, ChatMessage, TemplateVariables, ToolDefinition
-from gateway.requests.unsupported import NEUTRAL, FieldPolicy, Neutral
 
 
 class TokenizeRequest(RequestBody):
@@ -18,7 +17,7 @@ class TokenizeRequest(RequestBody):
     where the chat format writes its own.
     """
 
-    neutral: ClassVar[Neutral] = {"mm_processor_kwargs": ()}
+    neutral: ClassVar = {"mm_processor_kwargs": ()}
 
     model: str | None = None
     prompt: str | None = None
@@ -33,9 +32,6 @@ class TokenizeRequest(RequestBody):
         if (self.prompt is None) == (self.messages is None):
             raise PydanticCustomError("prompt", "prompt: expected either prompt or messages")
         return self
-
-    def check_fields(self, policy: FieldPolicy) -> None:
-        policy.check(self.model_extra or {}, {**NEUTRAL, **self.neutral})
 
 
 class DetokenizeRequest(RequestBody):

@@ -14,7 +14,7 @@ from base.metrics import Metrics
 from cli.main import main
 from cli.serve import free_port
 from control.messages import AttemptId, Peer
-from decode_node.operator_api import LoopCall, quarantine_router
+from decode_node.quarantine import LoopCall, quarantine_router
 from service.status import StatusServer, bind_http
 from tests.decode_node.remote_world import RemoteWorld
 from tests.prefill_node.fakes import FakeControl

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from base.block_hashes import BLOCK_TOKENS, BlockHashes, block_hashes
-from control.cache_reports import CacheReports
+from control.membership import CacheReports
 from control.messages import CacheUpdate
 from gateway.prefix_routing import PrefixIndex
 from kvcache.block_cache import BlockCache

@@ -1,4 +1,4 @@
-"""When a connection to a mailbox is made anew."""
+"""When a connection to a mailbox is made anew, and how failed handshakes are counted."""
 
 import socket
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from control import connections
-from control.access import Access
+from control.access import HANDSHAKE_S, Access, Handshakes
 from control.connections import Connections
 
 
@@ -49,3 +49,19 @@ def test_a_connection_to_a_silent_peer_is_made_anew(
     assert len(accepted) == (3 if silent else 1)
     for connection in accepted:
         connection.close()
+
+
+LATER = HANDSHAKE_S + 2
+
+
+def test_the_count_never_goes_back() -> None:
+    """A handshake that was decided early is counted as under way until its time is over."""
+    handshakes = Handshakes()
+    handshakes.accepted(100.0)
+    handshakes.settle(100.0 + LATER)
+    handshakes.accepted(100.0 + LATER)
+    handshakes.decided()
+    handshakes.settle(100.0 + LATER)
+    assert handshakes.failed == 1
+    handshakes.settle(100.0 + 2 * LATER)
+    assert handshakes.failed == 1

@@ -219,16 +219,6 @@ def test_what_contradicts_itself_is_malformed(contradict: Callable[[], object], 
         contradict()
 
 
-def test_an_extent_outside_the_registered_buffers_is_malformed() -> None:
-    with pytest.raises(ValueError, match="past the 10 registered slots"):
-        prefill_request(extents=((8, 3),))
-
-
-def test_extents_must_cover_the_prompt() -> None:
-    with pytest.raises(ValueError, match="2 slots for 3 tokens"):
-        prefill_request(extents=((0, 2),))
-
-
 def test_a_configuration_mismatch_names_both_values() -> None:
     other = IDENTITY.model_copy(update={"dtype": "bfloat16", "item_bytes": 96})
     assert IDENTITY.differences(other) == "dtype float32 != bfloat16, item_bytes 16 != 96"

@@ -31,19 +31,11 @@ TOP_K = list(top_k.specializations(H100_SHARED_MEMORY))
 INTEGERS: tuple[IndexType, IndexType] = ("int32", "int64")
 
 
-def specialization(**changes: object) -> SwapInSpecialization:
-    options: dict[str, object] = {
-        "top_k": 2048,
-        "hot_size": 4096,
-        "item_bytes": 1152,
-        "index_type": "int64",
-        "position_type": "int64",
-        "aligned": True,
-        "block_size": 512,
-        "seen_bits": 17,
-        **changes,
-    }
-    return SwapInSpecialization(**options)  # type: ignore[arg-type]
+USUAL = SwapInSpecialization(2048, 4096, 1152, "int64", "int64", aligned=True, block_size=512, seen_bits=17)
+
+
+def specialization(**changes: Any) -> SwapInSpecialization:
+    return replace(USUAL, **changes)
 
 
 def every_specialization() -> list[Specialization]:

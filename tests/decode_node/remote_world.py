@@ -22,7 +22,7 @@ from control.messages import (
 from decode_node.attempt import PrefillAttempt
 from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import Request, RequestState
-from decode_node.verifier import Task, Verification
+from decode_node.verifier import ChecksumTask, Verification
 from kvcache.extents import NO_SLOTS, Extent, HostSlots
 from tests.decode_node.world import GATEWAY, PREFILL, destination
 from tests.prefill_node.fakes import FakeControl
@@ -75,9 +75,9 @@ class HeldVerifier:
     """Keeps what is to be verified until the test says what came of it; takes no more than `room`."""
 
     room: int = 8
-    waiting: list[Task] = field(default_factory=list)
+    waiting: list[ChecksumTask] = field(default_factory=list)
 
-    def submit(self, task: Task) -> bool:
+    def submit(self, task: ChecksumTask) -> bool:
         if len(self.waiting) >= self.room:
             return False
         self.waiting.append(task)

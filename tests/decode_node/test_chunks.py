@@ -1,10 +1,10 @@
-"""Chunks of a prompt, each with its checksums, that come in any order or not at all."""
+"""Nothing lands before it is verified: chunks of a prompt, each with its checksums, come in any order or not at all."""
 
 import itertools
 
 import pytest
 
-from control.messages import Abort, Admitted, Holding, NotHeld, PrefillFailed
+from control.messages import Abort, Admitted, Holding, NotHeld, PrefillAccepted, PrefillFailed, Quiesced
 from decode_node.prefill_nodes import SILENCE_S
 from decode_node.request import RequestState
 from tests.decode_node.remote_world import (
@@ -21,6 +21,7 @@ from tests.decode_node.remote_world import (
     RemoteWorld,
 )
 from transfer.checksum import Mismatch
+from transfer.fencing import DRAIN_GRACE_S
 from transfer.memory import Checksum
 
 
@@ -35,6 +36,7 @@ def test_a_chunk_is_verified_before_the_last_has_landed(h: RemoteWorld) -> None:
     [waiting] = h.verifier.waiting
     assert (waiting.attempt.id, waiting.chunk, waiting.checksums) == (R, 0, CHUNK_CHECKSUMS)
     assert (waiting.attempt.slots, waiting.attempt.num_tokens) == (SLOTS, 3)
+    assert h.table.is_writable(R)
     assert h.taken() == [0], "it is said when it was taken, so that nothing waits for it"
     assert h.verified() == []
     assert h.request.state is RequestState.PREFILLING
@@ -132,7 +134,8 @@ def test_a_chunk_that_comes_when_the_prompt_has_landed_is_answered(h: RemoteWorl
 
 def test_a_chunk_by_a_node_that_was_not_asked_is_not_taken(h: RemoteWorld) -> None:
     h.dispatch(FIRST)
-    assert h.chunk(0, node=SECOND) == []
+    assert h.chunk(0, node=SECOND) == h.done(node=SECOND) == []
+    assert h.request.state is RequestState.PREFILLING
     assert h.verifier.waiting == []
     assert h.taken() == []
 
@@ -143,10 +146,12 @@ def test_when_the_verifier_is_busy_a_chunk_is_not_answered_and_offered_again(h: 
     h.chunk(0)
     h.chunk(1)
     assert h.taken() == [0]
-    h.done(chunks=2)
+    h.done(chunks=2, checksums=CHECKSUMS)
     assert h.verified() == []
     h.chunk(1)
     assert h.taken() == [1]
+    assert h.verified() == []
+    h.done(chunks=2, checksums=CHECKSUMS)
     assert h.verified() == [Landed(h.request)]
 
 
@@ -208,19 +213,65 @@ def test_a_prompt_whose_chunk_was_lost_with_its_node_is_lost(h: RemoteWorld, end
     assert h.freed == ([] if end in ("silent", "restarted") else [SLOTS])
 
 
-def test_a_node_that_dies_when_it_has_said_everything_costs_nothing_though_nothing_is_verified(h: RemoteWorld) -> None:
-    h.dispatch()
-    h.chunk(0)
-    h.done(chunks=1, checksums=CHECKSUMS)
-    h.clock.now += SILENCE_S + 1
-    assert h.tick(h.clock.now) == []
-    assert h.verified() == []
-    assert h.verified() == [Landed(h.request)]
-
-
 def test_a_node_that_contradicts_itself_is_not_served(h: RemoteWorld) -> None:
     h.dispatch()
     h.chunk(1)
     [lost] = h.done(chunks=1)
     assert lost == Lost(h.request, "chunk 1 landed, of 1 that there can be")
     assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
+
+
+def test_what_has_landed_is_not_lost_to_a_node_that_fails_before_its_checksums_are_verified(h: RemoteWorld) -> None:
+    """It gave up on a decode node that was silent for a while, say. Nothing depends on it any more."""
+    h.dispatch()
+    h.done(checksums=CHECKSUMS)
+    for fields in ({"in_flight": True}, {}, {"leaving": True}):
+        failed = PrefillFailed(attempt=R, reason="the decode node is silent", **fields)
+        assert h.take(FIRST, failed) == []
+    assert h.verified() == [Landed(h.request)]
+    assert h.freed == []
+
+
+def test_only_the_node_that_was_asked_ends_an_attempt(h: RemoteWorld) -> None:
+    h.dispatch(FIRST)
+    for message in (
+        PrefillAccepted(attempt=R),
+        PrefillFailed(attempt=R, reason="no"),
+        PrefillFailed(attempt=R, reason="no", leaving=True),
+        Quiesced(attempt=R),
+        NotHeld(attempts=(R,)),
+    ):
+        assert h.take(SECOND, message) == []
+    assert h.request.state is RequestState.PREFILLING
+    assert ("prefill", R) in h.control.repeated
+    assert len(h.done()) == 1
+
+
+def test_the_result_for_a_request_that_was_given_up_meanwhile_is_dropped(h: RemoteWorld) -> None:
+    """sglang PRs 24580, 31357: the slots are the next one's by now."""
+    h.dispatch()
+    h.done(checksums=CHECKSUMS)
+    h.remote.abandon(h.request)
+    h.take(FIRST, Quiesced(attempt=R))
+    assert h.freed == [SLOTS]
+    assert h.verified() == []
+    assert h.request.host_slots is None
+    assert h.failures("checksum") == 0
+    assert h.remote.is_idle
+
+
+def test_a_node_that_dies_after_its_last_write_costs_nothing(h: RemoteWorld) -> None:
+    """Everything landed before it said so; only the checksums are left to be looked at."""
+    h.dispatch()
+    h.done(checksums=CHECKSUMS)
+    h.clock.now += SILENCE_S + 1
+    assert h.tick(h.clock.now) == []
+    assert h.control.take(Holding) == []
+    h.answer("reborn", asked_at=h.clock.now)
+    h.clock.now += 1
+    assert h.tick(h.clock.now) == []
+    assert len(h.verified()) == 1
+    assert h.remote.is_idle
+    h.clock.now += DRAIN_GRACE_S + 10
+    h.tick(h.clock.now)
+    assert h.freed == [], "the slots went on with the request"

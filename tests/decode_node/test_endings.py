@@ -6,14 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from control.messages import AttemptId, Outputs, PrefillDone, Quiesced, Sampling
+from control.messages import AttemptId, Outputs, Quiesced, Sampling
 from decode_node.request import RequestState
-from decode_node.verifier import Verification
 from engine.device import DeviceFailed
 from tests.decode_node.world import GATEWAY, HOT, PREFILL, World, counted
-from transfer.checksum import Mismatch
 from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S
-from transfer.memory import Checksum, Checksums
 
 
 def test_nothing_that_may_be_drawn_ends_a_request_with_an_error() -> None:
@@ -131,28 +128,6 @@ def test_the_end_of_a_request_is_said_until_its_gateway_has_heard_it() -> None:
     assert (output.start, output.finish_reason) == (2, "length")
     h.scheduler.outputs.ended("a", GATEWAY)
     assert not h.control.repeated
-
-
-def test_a_mismatch_is_never_served() -> None:
-    """Not even one token of it; with no attempts left the client gets an error."""
-    h = World(retries=1, verify=lambda _: True)
-    h.ask("a")
-    for epoch in (1, 2):
-        h.scheduler.requests["a"].again_at = 0.0
-        h.scheduler.turn()
-        checksums = Checksums.of([Checksum(buffer=0, start=0, stop=2, digest=1)])
-        attempt = AttemptId("decode", "a", epoch)
-        done = PrefillDone(attempt=attempt, num_tokens=2, checksums=checksums)
-        h.remote.take(PREFILL, done)
-        h.scheduler.turn()
-        assert h.state("a") is RequestState.PREFILLING
-        verified = Verification(h.remote._attempts[attempt], None, checksums, (Mismatch(Checksum(0, 0, 2, 1), 2),))
-        h.remote.verified(verified)
-        h.remote.take(PREFILL, Quiesced(attempt=attempt))
-    h.turn()
-    assert h.answers == {"a": []}
-    assert h.ended == {"a": "error"}
-    assert h.coordinator.is_idle()
 
 
 def test_logits_that_are_not_finite_end_their_request_alone() -> None:

@@ -18,8 +18,6 @@ from control.messages import (
     Admitted,
     AttemptId,
     Cancel,
-    ChunkDone,
-    ChunkTaken,
     Ended,
     FurtherChoice,
     Generate,
@@ -34,8 +32,8 @@ from control.messages import (
     Resend,
     Sampling,
 )
-from decode_node.node import DecodeNode, Event
-from decode_node.operator_api import on_loop
+from decode_node.node import DecodeNode, LoopEvent
+from decode_node.quarantine import on_loop
 from decode_node.request import RequestState
 from decode_node.verifier import Verifier
 from service.lifecycle import Lifecycle
@@ -60,7 +58,7 @@ GENERATE = Generate(
 )
 
 
-class Shell(NodeShell[Event]):
+class Shell(NodeShell[LoopEvent]):
     """A shell without ports or signals."""
 
     def __init__(self, control: FakeControl, metrics: Metrics) -> None:
@@ -190,19 +188,6 @@ def test_torn_bytes_are_never_served_and_the_retry_on_another_node_is(running: R
     assert (FIRST, Admitted(attempt=R)) not in running.control.sent
 
 
-def test_a_torn_chunk_sends_the_request_elsewhere_before_the_rest_has_landed(running: Running) -> None:
-    running.ask()
-    node, _ = running.requested(epoch=1)
-    chunk = ChunkDone(attempt=R, number=0, checksums=Checksums.of([Checksum(0, 0, 6, digest=1)]))
-    running.shell.inbox.put((node, chunk))
-    other, again = running.requested(epoch=2)
-    assert other == SECOND
-    assert (FIRST, ChunkTaken(attempt=R, number=0)) in running.control.sent
-    assert running.metrics.transfer_failures.labels("checksum")._value.get() == 1
-    running.write(other, again)
-    wait_until(lambda: running.tokens() == [100, 101, 102, 103, 104], timeout=10)
-
-
 def test_calls_from_other_threads_are_carried_out_by_the_loop(running: Running) -> None:
     assert on_loop(running.shell.inbox.put, threading.current_thread, timeout=10) is running.thread
     assert not any(isinstance(message, Leaving) for _, message in running.control.sent)
@@ -211,10 +196,6 @@ def test_calls_from_other_threads_are_carried_out_by_the_loop(running: Running) 
 def test_a_node_that_drains_finishes_what_streams_and_hands_over_the_rest(running: Running) -> None:
     def answers(kind: type[Message]) -> list[Message]:
         return [message for to, message in list(running.control.sent) if to == GATEWAY and isinstance(message, kind)]
-
-    def finishes() -> dict[str, tuple[str, str | None]]:
-        """How each request ended."""
-        return {o.request_id: (o.finish_reason, o.error) for o in running.control.outputs() if o.finish_reason}
 
     running.control.heard[FIRST.boot_id] = math.inf
     running.ask(max_new_tokens=300)

@@ -1,5 +1,6 @@
 """What an operator sees of the quarantine and can do about it."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,8 +10,8 @@ from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
 
 from control.messages import AttemptId, Peer
-from decode_node.operator_api import LoopCall, quarantine_router
 from decode_node.prefill_nodes import SILENCE_S
+from decode_node.quarantine import LoopCall, on_loop, quarantine_router
 from tests.decode_node.remote_world import RemoteWorld
 from transfer.fencing import DRAIN_GRACE_S, ReservationTable
 
@@ -79,11 +80,6 @@ def test_eviction_refuses_a_live_writer(h: Harness) -> None:
     assert h.quarantine.evict("alive").reservations == 1
 
 
-def test_eviction_can_be_forced(h: Harness) -> None:
-    assert h.quarantine.evict("alive", force=True).reservations == 1
-    assert h.expire() == ["c"]
-
-
 def test_evicting_twice_does_not_start_the_grace_again(h: Harness) -> None:
     h.quarantine.evict("gone")
     for reservation in h.table.quarantined:
@@ -145,13 +141,6 @@ def test_http_lists(client: TestClient) -> None:
     }
 
 
-def test_http_evicts(client: TestClient, h: Harness) -> None:
-    response = client.post("/quarantine/evict", params={"boot_id": "gone"})
-    assert response.status_code == 200
-    assert response.json()["reservations"] == 2
-    assert h.expire() == ["a", "b"]
-
-
 def test_http_says_404_for_an_unknown_boot_and_409_for_a_live_one(client: TestClient, h: Harness) -> None:
     unknown = client.post("/quarantine/evict", params={"boot_id": "typo"})
     assert (unknown.status_code, unknown.json()["detail"]) == (404, "nothing is in quarantine for boot id typo")
@@ -195,3 +184,30 @@ def test_a_loop_that_does_not_answer_is_503_and_evicts_nothing_later(h: Harness)
     for call in calls:
         call.run()
     assert h.expire() == []
+
+
+# --- work handed to the loop is done there, once, or not at all ---
+
+
+def test_an_error_reaches_the_asker_and_not_the_loop() -> None:
+    def post(call: LoopCall) -> None:
+        call.run()
+
+    with pytest.raises(ZeroDivisionError):
+        on_loop(post, lambda: 1 // 0, timeout=10)
+
+
+def test_what_was_begun_in_time_is_waited_for() -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def slow() -> str:
+        begun.set()
+        assert go.wait(10)
+        return "done"
+
+    def post(call: LoopCall) -> None:
+        threading.Thread(target=call.run).start()
+        assert begun.wait(10)
+        threading.Timer(0.1, go.set).start()
+
+    assert on_loop(post, slow, timeout=0.01) == "done"

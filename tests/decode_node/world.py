@@ -29,7 +29,7 @@ from decode_node.outputs import OutputStream
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Limits, RequestState
 from decode_node.scheduler import Scheduler
-from decode_node.verifier import Task
+from decode_node.verifier import ChecksumTask
 from engine.grammar.errors import UnsupportedTokenizer
 from engine.grammar.vocabulary import Vocabulary
 from engine.runner import ModelRunner
@@ -143,7 +143,7 @@ class World:
     retries: int = 2
     slow: set[str] = field(default_factory=set)
     quiet: bool = True
-    verify: Callable[[Task], bool] = lambda _: False
+    verify: Callable[[ChecksumTask], bool] = lambda _: False
     control: FakeControl = field(default_factory=FakeControl)
     model: CountingModel = field(default_factory=CountingModel)
     metrics: Metrics = field(default_factory=Metrics)

@@ -42,18 +42,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     for file in source_files():
         (source / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / file, source / file)
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-index",
-        "--no-build-isolation",
-        "--wheel-dir",
-        "dist",
-    ]
-    done = subprocess.run([*pip, "."], cwd=source, capture_output=True, text=True, timeout=240, check=False)
+    pip = ["-m", "pip", "wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", "dist", "."]
+    done = subprocess.run([sys.executable, *pip], cwd=source, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = (source / "dist").glob("*.whl")
     return zipfile.ZipFile(file)

@@ -8,9 +8,9 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from gateway.openapi import document
+from gateway.requests.body import NEUTRAL
 from gateway.requests.chat import ChatCompletionRequest
 from gateway.requests.completions import CompletionRequest
-from gateway.requests.unsupported import NEUTRAL
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 TABLE = README.partition("<!-- compatibility -->")[2].partition("<!-- /compatibility -->")[0]

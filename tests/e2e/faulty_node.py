@@ -25,7 +25,7 @@ from cli.main import main as run_command
 from control import connections
 from control.messages import Destination
 from control.plane import ControlPlane
-from prefill_node import decode_nodes
+from prefill_node import lanes
 from tests.e2e import chaos_audit
 from transfer.choices import Transport
 from transfer.planner import Descriptors
@@ -243,7 +243,7 @@ def main(words: list[str]) -> None:
     if faults.idle_close_s is not None:
         connections.IDLE_CLOSE_S = faults.idle_close_s
     if faults.watch_s is not None:
-        decode_nodes._WATCHED_FOR_S = faults.watch_s
+        lanes._WATCHED_FOR_S = faults.watch_s
     UnreliableControl(faults).install()
     audit = chaos_audit.Journal(chaos_audit.audit_path(faults.directory))
     if words[0] == "prefill":

@@ -24,13 +24,9 @@ def test_a_rank_that_is_stopped_in_peace_ends_its_node_which_starts_again(
     start_cluster: StartCluster, references: References, role: str, rank: int
 ) -> None:
     cluster = start_cluster()
-    groups = {
-        name: {"ranks": 2, "step_timeout": STEP_TIMEOUT_S} if name == role else {} for name in ("prefill", "decode")
-    }
-    nodes = {
-        "prefill": cluster.prefill(**groups["prefill"]),
-        "decode": cluster.decode(hisparse_config=HOT_BUFFER, **groups["decode"]),
-    }
+    flags: dict[str, dict[str, object]] = {"prefill": {}, "decode": {"hisparse_config": HOT_BUFFER}}
+    flags[role] |= {"ranks": 2, "step_timeout": STEP_TIMEOUT_S}
+    nodes = {"prefill": cluster.prefill(**flags["prefill"]), "decode": cluster.decode(**flags["decode"])}
 
     def serves() -> None:
         cluster.wait_ready(timeout=120, decode=2 if role == "decode" else 1, prefill=1)

@@ -5,11 +5,10 @@ import time
 
 import pytest
 
-from model.shard import NO_EXCHANGE
 from tests.e2e.asking import leave_when, random_prompts
 from tests.e2e.cluster import HOT_BUFFER, wait_until
 from tests.e2e.conftest import FAMILIES, TOKEN_BYTES, References, StartCluster
-from tests.e2e.test_parity import TOGETHER, assert_exact, assert_same_logprobs
+from tests.e2e.test_parity import ALONE, TOGETHER, assert_exact, assert_same_logprobs
 
 
 @pytest.mark.parametrize("family", [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.slow)])
@@ -53,7 +52,7 @@ def test_clients_that_leave_during_local_prefill_leave_nothing_behind(
         )
         decode.wait_unused("host_slots")
         assert decode.metric("device_slots", state="used") == 0
-    assert_exact(cluster, references["deepseek_v32"], [NO_EXCHANGE[4]], concurrency=1)
+    assert_exact(cluster, references["deepseek_v32"], [ALONE[4]], concurrency=1)
 
 
 @pytest.mark.parametrize("family", [FAMILIES[1], pytest.param(FAMILIES[0], marks=pytest.mark.slow)])

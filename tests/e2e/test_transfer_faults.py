@@ -183,30 +183,6 @@ def test_writes_to_a_restarted_decode_node_do_not_reach_the_new_process(
     surroundings.assert_nothing_is_left()
 
 
-def test_another_node_serves_a_request_whose_decode_node_falls_silent(surroundings: Surroundings) -> None:
-    """The prefill node works on it for both: over TCP, its writes to the silent one take a minute to fail."""
-    surroundings.faults = replace(surroundings.faults, slow=1.0, slow_s=(0.4, 0.5))
-    surroundings.start("tcp", decode_nodes=2)
-    decodes = [node for name, node in surroundings.cluster.nodes.items() if name.startswith("decode")]
-    [prefill] = surroundings.prefill
-    surroundings.switches.chaos.touch()
-    started = time.monotonic()
-    answer = surroundings.ask(PROMPT, 16)
-    wait_until(surroundings.writes, what="a first write")
-    silent = next(node for node in decodes if node.metric("requests", state="prefilling"))
-    silent.signal(signal.SIGSTOP)
-    surroundings.switches.chaos.unlink()
-    assert answer.result() == [surroundings.reference.generate(PROMPT, 16)]
-    assert time.monotonic() - started < 15, "the prefill node did not wait for its writes to the silent one to fail"
-
-    silent.signal(signal.SIGCONT)
-    silent.wait_unused("host_slots")
-    wait_until(lambda: silent.metric("host_slots", state="quarantined") == 0, what="the prefill node's answer")
-    wait_until(lambda: prefill.metric("prefill_pages", state="used") == 0, 20, "its pages to come back")
-    surroundings.assert_serves(*[OTHER] * 4)
-    surroundings.assert_nothing_is_left()
-
-
 @pytest.mark.parametrize("transport", SHM_FIRST)
 def test_a_torn_transfer_is_never_served_and_its_nodes_are_used_again(
     surroundings: Surroundings, transport: str
@@ -243,9 +219,7 @@ def test_after_idleness_a_request_is_served_as_at_first(surroundings: Surroundin
     surroundings.assert_nothing_is_left()
 
 
-def test_another_serves_a_request_whose_decode_node_falls_silent(
-    surroundings: Surroundings,
-) -> None:
+def test_another_serves_a_request_whose_decode_node_falls_silent(surroundings: Surroundings) -> None:
     """The prefill node works on it for both: over TCP, its writes to the silent one take a minute to fail."""
     surroundings.faults = replace(surroundings.faults, slow=1.0, slow_s=(0.4, 0.5))
     surroundings.start("tcp", decode_nodes=2)
@@ -259,8 +233,9 @@ def test_another_serves_a_request_whose_decode_node_falls_silent(
     silent.signal(signal.SIGSTOP)
     surroundings.switches.chaos.unlink()
     [tokens] = answer.result()
+    assert time.monotonic() - started < 30, "the prefill node did not wait for its writes to the silent one to fail"
+    assert len(tokens) == 16
     assert tokens == surroundings.reference.likeliest(PROMPT, tokens)
-    assert time.monotonic() - started < 15, "the prefill node did not wait for its writes to the silent one to fail"
 
     silent.signal(signal.SIGCONT)
     silent.wait_unused("host_slots")

@@ -50,14 +50,6 @@ def test_temperature_zero_takes_the_likeliest_token() -> None:
     assert sampled == [Token(token_id=token_id) for token_id in logits.argmax(-1).tolist()]
 
 
-def test_greedy_and_sampled_requests_share_a_batch() -> None:
-    logits = random_logits(3)
-    params = [Sampling(temperature=0.0), Sampling(seed=3), Sampling(temperature=0.0)]
-    sampled = sample(logits, params, [0, 5, 0])
-    assert tokens([sampled[0], sampled[2]]) == logits[[0, 2]].argmax(-1).tolist()
-    assert sampled[1] == sample(logits[1:2], [Sampling(seed=3)], [5])[0]
-
-
 params_strategy = st.builds(
     Sampling,
     temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),

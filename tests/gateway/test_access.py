@@ -54,20 +54,10 @@ def test_every_key_is_accepted_and_nothing_else(start_gateway: Start) -> None:
     assert [status_with(gateway, key) for key in ("sk-one", "sk-two")] == [200, 200]
     for wrong in (None, "sk-three", "sk-on", "sk-one,sk-two", "sk-one sk-two", "SK-ONE", "sk-onesk-two"):
         assert status_with(gateway, wrong) == 401, wrong
-    assert refused(gateway, "api_key") == 7
-
-
-@pytest.mark.parametrize(
-    "value", [b"sk-one", b"Basic sk-one", b"Bearer", b"Bearer\tsk-one", b"sk-one Bearer", b"Bearer \xff\xfe"]
-)
-def test_other_ways_to_say_it_are_refused(start_gateway: Start, value: bytes) -> None:
-    gateway = start_gateway(api_keys=("sk-one",))
-    answer = httpx.get(f"{gateway.url}/v1/models", headers=[(b"Authorization", value)])
-    assert answer.status_code == 401
-
-
-def test_the_scheme_may_be_in_any_case(start_gateway: Start) -> None:
-    gateway = start_gateway(api_keys=("sk-one",))
+    for value in (b"sk-one", b"Basic sk-one", b"Bearer", b"Bearer\tsk-one", b"sk-one Bearer", b"Bearer \xff\xfe"):
+        answer = httpx.get(f"{gateway.url}/v1/models", headers=[(b"Authorization", value)])
+        assert answer.status_code == 401, value
+    assert refused(gateway, "api_key") == 13
     assert httpx.get(f"{gateway.url}/v1/models", headers={"authorization": "bearer sk-one"}).status_code == 200
 
 
@@ -257,45 +247,22 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error(
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
-class Streams:
-    """Streams that a decode node holds open."""
-
-    def __init__(self, gateway: RunningGateway, count: int) -> None:
-        self._stop = threading.Event()
-        self.started = threading.Semaphore(0)
-        self._threads = [threading.Thread(target=self._stream, args=(gateway.url,)) for _ in range(count)]
-        for thread in self._threads:
-            thread.start()
-        for _ in range(count):
-            assert self.started.acquire(timeout=10)
-
-    def end(self) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(timeout=10)
-            assert not thread.is_alive()
-
-    def _stream(self, url: str) -> None:
-        with httpx.stream("POST", f"{url}/v1/completions", json=PROMPT | {"stream": True}) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            self.started.release()
-            assert self._stop.wait(timeout=20)
-
-
 @pytest.mark.parametrize("gateway", [{"max_concurrent_requests": 2}], indirect=True)
 def test_requests_beyond_the_bound_are_refused_at_once_and_places_come_back(
     gateway: RunningGateway, decode: FakeDecodeNode
 ) -> None:
     decode.hold_after = 2
-    streams = Streams(gateway, 2)
-    answer = httpx.post(f"{gateway.url}/v1/completions", json=PROMPT)
-    assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
-    assert (answer.json()["error"]["type"], answer.json()["error"]["code"]) == ("rate_limit_error", "too_many_requests")
-    assert [httpx.get(f"{gateway.url}{path}").status_code for path in ("/health", "/ready", "/metrics")] == [200] * 3
-    assert refused(gateway, "too_many_requests") == 1
-
-    streams.end()
+    with contextlib.ExitStack() as streams:
+        for _ in range(2):
+            stream = httpx.stream("POST", f"{gateway.url}/v1/completions", json=PROMPT | {"stream": True}, timeout=20)
+            assert streams.enter_context(stream).status_code == 200
+        answer = httpx.post(f"{gateway.url}/v1/completions", json=PROMPT)
+        assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "too_many_requests")
+        for path in ("/health", "/ready", "/metrics"):
+            assert httpx.get(f"{gateway.url}{path}").status_code == 200
+        assert refused(gateway, "too_many_requests") == 1
     wait_until(lambda: len(decode.cancelled) == 2)
     wait_until(lambda: gateway.serving == 0)
     decode.reset()

@@ -136,33 +136,28 @@ LONG_RUNS = {
 }
 
 
-@pytest.mark.parametrize("ids", LONG_RUNS.values(), ids=list(LONG_RUNS))
-def test_a_token_costs_the_same_however_long_the_answer_is(ids: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("ids", "skips", "most"),
+    [
+        *((ids, skips_of(BYTES), 2) for ids in LONG_RUNS.values()),
+        (TEXT + [EOS] * 500 + TEXT, lambda token_id: False, 6),
+    ],
+    ids=[*LONG_RUNS, "tokens without text that are not skipped"],
+)
+def test_a_token_costs_the_same_however_long_the_answer_is(
+    ids: list[int], skips: Callable[[int], bool], most: int
+) -> None:
     sizes: list[int] = []
 
     def decode(window: Sequence[int]) -> str:
         sizes.append(len(window))
         return decode_with(BYTES, window)
 
-    detokenizer = WindowDetokenizer(decode, skips_of(BYTES))
+    detokenizer = WindowDetokenizer(decode, skips)
     text = "".join([detokenizer.push(token_id) for token_id in ids]) + detokenizer.finish()
     assert text == decode_with(BYTES, ids)
     assert max(sizes, default=0) <= 33
-    assert len(sizes) <= 2 * len(ids)
-
-
-def test_the_cost_is_bounded_where_tokens_have_no_text() -> None:
-    sizes: list[int] = []
-
-    def decode(window: Sequence[int]) -> str:
-        sizes.append(len(window))
-        return decode_with(BYTES, window)
-
-    detokenizer = WindowDetokenizer(decode, lambda token_id: False)
-    text = "".join(detokenizer.push(token_id) for token_id in TEXT + [EOS] * 500 + TEXT)
-    assert text == decode_with(BYTES, TEXT * 2)
-    assert max(sizes) <= 33
-    assert len(sizes) <= 6 * 500
+    assert len(sizes) <= most * len(ids)
 
 
 def reference_cut(text: str, stops: Sequence[str]) -> str:

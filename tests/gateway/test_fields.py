@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from control.messages import Sampling
 from gateway.errors import ApiError
-from gateway.requests.unsupported import FieldPolicy
+from gateway.requests.body import FieldPolicy
 from tests.gateway.world import CONTEXT, EOS, MODEL, FakeDecodeNode, RunningGateway, World, wait_until
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from control.messages import MAX_ALLOWED, MAX_BAD_WORD_TOKENS, Output, Token
 from gateway import decode_client
-from gateway.requests.unsupported import HARMLESS, NEUTRAL
+from gateway.requests.body import HARMLESS, NEUTRAL
 from tests.gateway.world import CONTEXT, EOS, MODEL, VOCAB, FakeDecodeNode, FakeNode, RunningGateway, World, wait_until
 
 
@@ -129,17 +129,6 @@ def test_streaming_completion(client: openai.OpenAI) -> None:
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 6
     assert len({chunk.id for chunk in chunks}) == 1
-
-
-def test_streaming_chat_begins_with_the_role(client: openai.OpenAI) -> None:
-    chunks = list(
-        client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "hi"}], max_tokens=4, stream=True
-        )
-    )
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "u:hi"
-    assert chunks[-1].choices[0].finish_reason == "length"
 
 
 def test_streamed_token_ids_are_each_chunks_own(http: httpx.Client) -> None:

@@ -57,7 +57,9 @@ def test_a_prompt_is_validated_and_looked_up_once_off_the_event_loop(
     assert posted(http, prompt="x" * 400, n=MAX_CHOICES).status_code == 200
     assert did.pop("validated small") == 1
     assert list(did.values()) == [1], did
-    assert len(decode.asked) == 1
+    asked, *repeated = decode.asked
+    assert len(asked.further) == MAX_CHOICES - 1
+    assert all(message == asked for message in repeated)
 
 
 def test_choices_that_a_node_refuses_go_elsewhere_together(

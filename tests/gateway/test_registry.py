@@ -91,10 +91,6 @@ def test_a_new_boot_replaces_the_old_one(registry: NodeRegistry) -> None:
     assert registry.count("decode", 1.0) == 2
 
 
-def test_unknown_nodes_are_told_so(registry: NodeRegistry) -> None:
-    assert not registry.heartbeat(peer(9), beat(), 0.0).known
-
-
 def test_heartbeats_are_answered_with_the_ranked_prefill_nodes(registry: NodeRegistry) -> None:
     registry.register(peer(4, "prefill"), offer("prefill"), 0.0)
     registry.heartbeat(peer(1, "prefill"), beat(queued=100), 0.5)

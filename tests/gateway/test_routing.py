@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from base.block_hashes import BlockHashes, block_hashes
-from control.cache_reports import CacheReports
+from control.membership import CacheReports
 from tests.gateway.world import MODEL, FakeDecodeNode, FakeNode, RunningGateway, wait_until
 
 StartDecode = Callable[..., FakeDecodeNode]

@@ -26,8 +26,8 @@ def read(output: Output) -> Delta:
     return Delta(str(ids), output.tokens, (), "stop" if 0 in ids else output.finish_reason)
 
 
-def attempt_with(take: Callable[[Delta], bool] | None = None) -> Attempt:
-    return Attempt(REQUEST, NODE, 0.0, read, held_answers().account(), DeltaSink(take))
+def attempt_with(sink: DeltaSink) -> Attempt:
+    return Attempt(REQUEST, NODE, 0.0, read, held_answers().account(), sink)
 
 
 def say(attempt: Attempt, *ids: int, ends: FinishReason | None = None) -> None:
@@ -37,17 +37,6 @@ def say(attempt: Attempt, *ids: int, ends: FinishReason | None = None) -> None:
         attempt.deliver(Output(request_id="r", start=attempt.received, tokens=(token,), finish_reason=ends), 0.0)
 
 
-async def waiting(attempt: Attempt) -> "asyncio.Task[list[str]]":
-    """The texts that `next` returns, once it waits for them."""
-
-    async def texts() -> list[str]:
-        return [delta.text for delta in await attempt.next()]
-
-    task = asyncio.create_task(texts())
-    await asyncio.sleep(0)
-    return task
-
-
 def run(test: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
         await asyncio.wait_for(test(), 20)
@@ -55,64 +44,9 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-def test_what_has_arrived_is_taken_at_once() -> None:
-    async def test() -> None:
-        attempt = attempt_with()
-        say(attempt, 7, 8)
-        assert await (await waiting(attempt)) == ["[7]", "[8]"]
-        task = await waiting(attempt)
-        say(attempt, 9)
-        assert await task == ["[9]"]
-
-    run(test)
-
-
-def test_the_sink_gets_deltas_after_which_none_waits() -> None:
-    async def test() -> None:
-        short: list[str] = []
-
-        def take(delta: Delta) -> bool:
-            if delta.finish_reason is None:
-                short.append(delta.text)
-            return delta.finish_reason is None
-
-        attempt = attempt_with(take)
-        say(attempt, 7)
-        assert await (await waiting(attempt)) == ["[7]"]
-        task = await waiting(attempt)
-        say(attempt, 8, 9, 0, 10)
-        assert short == ["[8]", "[9]"]
-        assert await task == ["[0]"], "nothing comes behind what ends the answer"
-        say(attempt, 11)
-        assert short == ["[8]", "[9]"]
-
-    run(test)
-
-
-def test_what_the_sink_refused_goes_first() -> None:
-    async def test() -> None:
-        slow = [True]
-        short: list[str] = []
-
-        def take(delta: Delta) -> bool:
-            if not slow[0]:
-                short.append(delta.text)
-            return not slow[0]
-
-        attempt = attempt_with(take)
-        task = await waiting(attempt)
-        say(attempt, 7)
-        slow[0] = False
-        say(attempt, 8)
-        assert short == []
-        assert await task == ["[7]", "[8]"]
-
-    run(test)
-
-
 def test_an_answer_that_cannot_be_read_fails_behind_what_could() -> None:
     async def test() -> None:
-        attempt = attempt_with()
+        attempt = attempt_with(DeltaSink())
         say(attempt, 7, 1)
         assert [delta.text for delta in await attempt.next()] == ["[7]"]
         with pytest.raises(ValueError, match="broken"):
@@ -189,7 +123,7 @@ async def settle() -> None:
 def test_events_come_once_and_in_order_whatever_the_client_does() -> None:
     async def test() -> None:
         sink, chunks, sent = DeltaSink(), Chunks(), []
-        attempt = Attempt(REQUEST, NODE, 0.0, read, held_answers().account(), sink)
+        attempt = attempt_with(sink)
         say(attempt, 10)
         deltas = deltas_of(attempt)
         stream = EventStream(TextAnswer(), "r", await anext(deltas), deltas, sink)
@@ -212,7 +146,7 @@ def test_events_come_once_and_in_order_whatever_the_client_does() -> None:
         chunks.fast.set()
         say(attempt, 17)
         await settle()
-        say(attempt, 18, 0)
+        say(attempt, 18, 0, 19)
         await serving
         text = b"".join(chunks.written).decode()
         assert text == "".join(f'data: {{"text":"[{number}]"}}\n\n' for number in (*range(10, 19), 0))

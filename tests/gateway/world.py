@@ -37,7 +37,7 @@ from control.messages import (
 from control.plane import ControlPlaneFailed
 from control.prompt_logprobs import PromptLogprobs
 from gateway.config import GatewayConfig
-from gateway.held_answers import AnswerLimits, HeldAnswers
+from gateway.held_answers import HeldAnswers
 from gateway.process import Gateway
 
 MODEL = "tiny"
@@ -93,7 +93,7 @@ def wait_until(condition: Callable[[], object], timeout: float = 10.0) -> None:
 
 def held_answers(per_request: int = 1 << 30, total: int = 1 << 30) -> HeldAnswers:
     """What a gateway counts answers with; by default it takes all."""
-    return HeldAnswers(AnswerLimits(per_request, total), Metrics().answers_ended)
+    return HeldAnswers(per_request, total, Metrics().answers_ended)
 
 
 def byte_tokenizer() -> Tokenizer:

@@ -17,7 +17,7 @@ from model.feed_forward import MixtureOfExperts
 from model.loader import DTYPES, load_model
 from ranks.group import RankGroup
 from ranks.place import RankPlace, create_places
-from service.start import use_device
+from service.node_model import use_device
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Of the norm of the difference, relative: in bfloat16 two partial sums are rounded, and then their sum."""

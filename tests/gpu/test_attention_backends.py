@@ -71,17 +71,23 @@ class Rows:
         return torch.stack(results)
 
 
-def random_rows(num_queries: int, dims: tuple[int, int, int], k: int, dtype: torch.dtype) -> Rows:
-    heads, latent_dim, rope_dim = dims
+def some_rows(num_queries: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of a pool [num_queries, k], of which some are absent, and which rows no query has: bool [NUM_ROWS]."""
     rows = torch.randint(1, NUM_ROWS, (num_queries, k), device=CUDA, generator=generator(1))
     absent = torch.rand(num_queries, k, device=CUDA, generator=generator(2)) < 0.2
     absent[:, 0] = False
     absent[-1, 1 + k // 2 :] = True  # a short sequence: whole tiles are absent
     rows[absent] = -1
+    unused = torch.ones(NUM_ROWS, dtype=torch.bool, device=CUDA)
+    unused[rows[rows >= 0]] = False
+    return rows, unused
+
+
+def random_rows(num_queries: int, dims: tuple[int, int, int], k: int, dtype: torch.dtype) -> Rows:
+    heads, latent_dim, rope_dim = dims
+    rows, unused = some_rows(num_queries, k)
     kv = randn(NUM_ROWS, latent_dim + rope_dim, dtype=dtype)
-    used = torch.zeros(NUM_ROWS, dtype=torch.bool, device=CUDA)
-    used[rows[rows >= 0]] = True
-    kv[~used] = float("nan")
+    kv[unused] = float("nan")
     return Rows(randn(num_queries, heads, latent_dim + rope_dim, dtype=dtype, seed=3), kv, rows, latent_dim)
 
 
@@ -323,10 +329,15 @@ def test_a_bfloat16_model_is_as_exact_by_either_backend(family: FamilyName, tmp_
         load_model(tmp_path / "tiny", torch.bfloat16, CUDA, backend=backend)
         for backend in (AttentionBackend(dense(torch.bfloat16)), triton_backend(dense(torch.bfloat16)))
     )
-    torch_errors, triton_errors = [], []
+    assert_as_exact(by_triton, by_torch, exact, 1.2)
+
+
+def assert_as_exact(model: SparseModel, other: SparseModel, exact: SparseModel, factor: float) -> None:
+    """A model's logits are off by no more than `factor` times those of another one, on average."""
+    errors, other_errors = [], []
     for seed in range(8):
         tokens = torch.randint(0, 256, (50 + 60 * seed,), device=CUDA, generator=generator(seed))
         truth = forced_logits(exact, tokens, 16)
-        torch_errors.append((forced_logits(by_torch, tokens, 16) - truth).abs())
-        triton_errors.append((forced_logits(by_triton, tokens, 16) - truth).abs())
-    assert torch.cat(triton_errors).mean() <= 1.2 * torch.cat(torch_errors).mean()
+        errors.append((forced_logits(model, tokens, 16) - truth).abs())
+        other_errors.append((forced_logits(other, tokens, 16) - truth).abs())
+    assert torch.cat(errors).mean() <= factor * torch.cat(other_errors).mean()

@@ -25,11 +25,12 @@ from tests.gpu.test_attention_backends import (
     CUDA,
     NUM_ROWS,
     SCALING,
+    assert_as_exact,
     captured,
-    forced_logits,
     generator,
     index_queries,
     randn,
+    some_rows,
 )
 
 PUBLISHED = Fp8Format(latent_dim=512, rope_dim=64, index_dim=128)
@@ -153,17 +154,11 @@ def test_tensors_that_do_not_fit_together_are_refused() -> None:
 def random_rows(num_queries: int, heads: int, kv_format: Fp8Format, k: int) -> tuple[torch.Tensor, ...]:
     """Queries, a pool and rows of it, of which some are absent; rows that no query has hold NaN."""
     dim = kv_format.latent_dim + kv_format.rope_dim
-    rows = torch.randint(1, NUM_ROWS, (num_queries, k), device=CUDA, generator=generator(1))
-    absent = torch.rand(num_queries, k, device=CUDA, generator=generator(2)) < 0.2
-    absent[:, 0] = False
-    absent[-1, 1 + k // 2 :] = True  # a short sequence: whole tiles are absent
-    rows[absent] = -1
+    rows, unused = some_rows(num_queries, k)
     # Scales that differ a lot between rows and within one.
     spread = 2 ** randn(NUM_ROWS, 1, seed=4) * 2 ** (0.5 * randn(1, dim, seed=5))
     kv = kv_format.encode_items(randn(NUM_ROWS, dim) * spread)
-    used = torch.zeros(NUM_ROWS, dtype=torch.bool, device=CUDA)
-    used[rows[rows >= 0]] = True
-    kv[~used] = 0xFF
+    kv[unused] = 0xFF
     return 0.1 * randn(num_queries, heads, dim, dtype=torch.bfloat16, seed=3), kv, rows
 
 
@@ -385,10 +380,4 @@ def test_a_bfloat16_model_with_fp8_kv_is_as_exact_by_either_backend(family: Fami
         load_model(tmp_path / "tiny", torch.bfloat16, CUDA, backend=backend(kv_format), kv_cache_dtype="fp8_e4m3")
         for backend in (AttentionBackend, triton_backend)
     )
-    torch_errors, triton_errors = [], []
-    for seed in range(8):
-        tokens = torch.randint(0, 256, (50 + 60 * seed,), device=CUDA, generator=generator(seed))
-        truth = forced_logits(exact, tokens, 16)
-        torch_errors.append((forced_logits(by_torch, tokens, 16) - truth).abs())
-        triton_errors.append((forced_logits(by_triton, tokens, 16) - truth).abs())
-    assert torch.cat(triton_errors).mean() <= 1.3 * torch.cat(torch_errors).mean()
+    assert_as_exact(by_triton, by_torch, exact, 1.3)

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from benchmarks.demo.__main__ import HOT_BUFFER
-from model.shard import NO_EXCHANGE
 from tests.e2e.cluster import Cluster
 from tests.e2e.conftest import FAMILIES, Reference, checkpoints, references, start_cluster
 from tests.e2e.test_aborts import test_two_hundred_requests_a_third_of_them_aborted
-from tests.e2e.test_parity import TOGETHER, assert_exact, test_greedy_tokens_equal_transformers
+from tests.e2e.test_parity import ALONE, TOGETHER, assert_exact, test_greedy_tokens_equal_transformers
 from tests.e2e.test_paths import (
     test_a_node_that_prefills_for_itself_says_the_same,
     test_requests_that_were_retracted_say_the_same,
@@ -54,7 +53,7 @@ def test_nodes_that_verify_nothing_say_the_same(
     )
     cluster.wait_ready()
 
-    assert_exact(cluster, references[family], NO_EXCHANGE, concurrency=1)
+    assert_exact(cluster, references[family], ALONE, concurrency=1)
     assert_exact(cluster, references[family], TOGETHER, concurrency=16)
 
     assert ("recorded a decode step" in decode.log) is not disable_cuda_graph

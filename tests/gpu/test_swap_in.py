@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -35,34 +35,35 @@ def select(rng: random.Random, newest: int, k: int, hot_size: int) -> list[int]:
     return [-1 if rng.random() < gaps else position for position in chosen]
 
 
+class Shape(NamedTuple):
+    top_k: int
+    hot_size: int
+    block_size: int | None
+    cluster: int | None
+    item_bytes: int = 64
+
+
 SHAPES = [
-    # top_k, hot_size, block_size, cluster, item_bytes
-    (1, 1, 32, 1, 8),
-    (3, 5, 32, 2, 9),
-    (5, 5, 64, 8, 16),
-    (8, 33, 32, 4, 24),
-    (40, 64, 64, 1, 31),
-    (64, 64, 32, 2, 17),
-    (100, 101, 128, 4, 33),
-    (70, 300, 512, 8, 48),
+    Shape(1, 1, 32, 1, 8),
+    Shape(3, 5, 32, 2, 9),
+    Shape(5, 5, 64, 8, 16),
+    Shape(8, 33, 32, 4, 24),
+    Shape(40, 64, 64, 1, 31),
+    Shape(64, 64, 32, 2, 17),
+    Shape(100, 101, 128, 4, 33),
+    Shape(70, 300, 512, 8, 48),
 ]
+SMALL_ITEMS = (8, 9, 15, 16, 17, 23, 31, 32, 33, 40, 47, 49, 63, 64, 65)
+LARGE_ITEMS = (100, 511, 512, 513, 656, 1000, 1152, 1157, 2048, 2064, 6004)
 
 
-@pytest.mark.parametrize(("top_k", "hot_size", "block_size", "cluster", "item_bytes"), SHAPES)
-def test_thousands_of_random_steps(top_k: int, hot_size: int, block_size: int, cluster: int, item_bytes: int) -> None:
-    rng = random.Random(top_k)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_thousands_of_random_steps(shape: Shape) -> None:
+    top_k, hot_size, rng = shape.top_k, shape.hot_size, random.Random(shape.top_k)
     steps, rows = 1000, 5
     context = 4 * hot_size + steps + 8
     newest = [max(1, hot_size - 3), hot_size, hot_size + 1, 2 * hot_size + 2, 4 * hot_size]
-    with twins(
-        top_k=top_k,
-        hot_size=hot_size,
-        newest=newest,
-        context=context,
-        item_bytes=item_bytes,
-        block_size=block_size,
-        cluster=cluster,
-    ) as both:
+    with twins(**shape._asdict(), newest=newest, context=context) as both:
         for row, last in enumerate(newest):
             if last <= hot_size:
                 both.preload(row)
@@ -78,23 +79,12 @@ def test_thousands_of_random_steps(top_k: int, hot_size: int, block_size: int, c
                 both.compare()
 
 
-@pytest.mark.parametrize(
-    ("top_k", "hot_size", "block_size", "cluster", "item_bytes"),
-    [(40, 64, 64, 1, 48), (40, 64, 64, 2, 31), (70, 100, 128, 8, 1152)],
-)
-def test_a_few_steps_of_every_kind(top_k: int, hot_size: int, block_size: int, cluster: int, item_bytes: int) -> None:
+@pytest.mark.parametrize("shape", [Shape(40, 64, 64, 1, 48), Shape(40, 64, 64, 2, 31), Shape(70, 100, 128, 8, 1152)])
+def test_a_few_steps_of_every_kind(shape: Shape) -> None:
     """Short enough for compute-sanitizer (benchmarks/gpu.sh)."""
-    rng = random.Random(0)
+    top_k, hot_size, rng = shape.top_k, shape.hot_size, random.Random(0)
     newest = [hot_size - 2, 2 * hot_size, 3 * hot_size]
-    with twins(
-        top_k=top_k,
-        hot_size=hot_size,
-        newest=newest,
-        context=4 * hot_size,
-        item_bytes=item_bytes,
-        block_size=block_size,
-        cluster=cluster,
-    ) as both:
+    with twins(**shape._asdict(), newest=newest, context=4 * hot_size) as both:
         both.preload(0)
         for step in range(6):
             positions = torch.tensor([select(rng, last, top_k, hot_size) for last in both.newest])
@@ -132,28 +122,20 @@ def test_adversarial_sequences(size: int, case: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("top_k", "hot_size", "block_size", "cluster"),
+    "shape",
     [
-        (2048, 4096, None, None),
-        (2048, 4096, None, 1),
-        (2048, 2048, 1024, 2),
-        (2048, 6001, 256, 8),
-        (5000, 9000, None, 4),
+        Shape(2048, 4096, None, None),
+        Shape(2048, 4096, None, 1),
+        Shape(2048, 2048, 1024, 2),
+        Shape(2048, 6001, 256, 8),
+        Shape(5000, 9000, None, 4),
     ],
 )
-def test_sizes_of_real_models(top_k: int, hot_size: int, block_size: int | None, cluster: int | None) -> None:
+def test_sizes_of_real_models(shape: Shape) -> None:
     generator = torch.Generator().manual_seed(3)
-    rows, context = 3, 20000
+    top_k, hot_size, rows, context = shape.top_k, shape.hot_size, 3, 20000
     newest = [context - 100, hot_size + 1, hot_size - 20]
-    with twins(
-        top_k=top_k,
-        hot_size=hot_size,
-        newest=newest,
-        context=context,
-        item_bytes=64,
-        block_size=block_size,
-        cluster=cluster,
-    ) as both:
+    with twins(**shape._asdict(), newest=newest, context=context) as both:
         both.preload(2)
         scores = [torch.rand(context, generator=generator) for _ in range(rows)]
         for step in range(40):
@@ -169,37 +151,7 @@ def test_sizes_of_real_models(top_k: int, hot_size: int, block_size: int | None,
             both.compare()
 
 
-@pytest.mark.parametrize(
-    "item_bytes",
-    [
-        8,
-        9,
-        15,
-        16,
-        17,
-        23,
-        31,
-        32,
-        33,
-        40,
-        47,
-        49,
-        63,
-        64,
-        65,
-        100,
-        511,
-        512,
-        513,
-        656,
-        1000,
-        1152,
-        1157,
-        2048,
-        2064,
-        6004,
-    ],
-)
+@pytest.mark.parametrize("item_bytes", [*SMALL_ITEMS, *LARGE_ITEMS])
 def test_items_of_any_size_at_any_address(item_bytes: int) -> None:
     """Later layers begin where the layers before them end, so that bases are as uneven as the items."""
     rng = random.Random(item_bytes)

@@ -32,17 +32,6 @@ def test_a_short_request_grows_seamlessly_into_a_long_one() -> None:
         assert t.coordinator.is_idle()
 
 
-@pytest.mark.parametrize("num_tokens", [HOT - 1, HOT, HOT + 1, HOT + 2])
-def test_admission_around_the_buffer_size_decodes_the_same(num_tokens: int) -> None:
-    with tiers() as t:
-        assert t.admit("r", seed=3, num_tokens=num_tokens)
-        rng = random.Random(1)
-        for _ in range(6):
-            t.step(["r"], rng)
-        t.coordinator.request_finished("r")
-        assert t.coordinator.is_idle()
-
-
 def test_a_long_request_starts_empty_and_fills_by_misses() -> None:
     with tiers() as t:
         assert t.admit("long", seed=1, num_tokens=20)
@@ -90,23 +79,6 @@ def test_full_pools_say_which_tier_is_short_and_take_nothing() -> None:
         assert t.coordinator.append_tokens(["b"]) == {}
         for request_id in ("b", "d"):
             t.coordinator.request_finished(request_id)
-        assert t.coordinator.is_idle()
-
-
-def test_a_retracted_request_resumes_by_another_direct_admission() -> None:
-    with tiers() as t:
-        rng = random.Random(2)
-        assert t.admit("r", seed=5, num_tokens=3)
-        for _ in range(9):
-            t.step(["r"], rng)
-        slots = t.coordinator.retract_request("r")
-        assert t.device.used_slots == t.device._pages.allocator.used == t.device.used_rows == 0
-        assert not t.coordinator.is_idle(), "its host slots are the caller's"
-        t.check_host_copy(slots, 5, 12)
-        assert t.coordinator.admit_request_direct("r", slots, 12)
-        for _ in range(9):
-            t.step(["r"], rng)
-        t.coordinator.request_finished("r")
         assert t.coordinator.is_idle()
 
 

@@ -167,14 +167,6 @@ def test_adversarial_sequences_follow_the_sequential_policy(name: str, sequence:
         check_step(residency, references, 0, [0], [positions], [CONTEXT - 1])
 
 
-def test_a_short_row_turns_long_with_its_first_positions_resident() -> None:
-    residency, references = fresh(4)
-    residency.reset_short(0)
-    references[0, 0].position_at = [0, 1, 2, 3]
-    for newest in range(2, 9):
-        check_step(residency, references, 0, [0], [[newest, 0, 1, max(2, newest - 1)]], [newest])
-
-
 def test_more_positions_than_the_buffer_holds_are_refused() -> None:
     residency, _ = fresh(2)
     with pytest.raises(ValueError, match="3 positions selected, device_buffer_size is 2"):

@@ -13,8 +13,7 @@ from tests.hisparse.tiers_harness import Pages, Tiers, tiers
 
 def stage(t: Tiers, request_id: str, seed: int, num_tokens: int = 9) -> Pages:
     pages = Pages(seed, num_tokens)
-    slots = t.host.allocate(num_tokens)
-    assert slots is not None
+    slots = t.host_slots(num_tokens)
     t.coordinator.admit_request_into_staging(request_id, slots, pages.staged, num_tokens)
     t.staged_slots[request_id] = slots
     return pages
@@ -28,8 +27,7 @@ def settle(t: Tiers) -> None:
 def test_a_staged_request_decodes_after_its_copy() -> None:
     with tiers() as t:
         pages = Pages(4, 9)
-        slots = t.host.allocate(9)
-        assert slots is not None
+        slots = t.host_slots(9)
         t.coordinator.admit_request_into_staging("r", slots, pages.staged, 9)
         settle(t)
         assert t.coordinator.staging.poll().landed == ["r"]
@@ -92,10 +90,8 @@ def test_a_request_in_staging_is_not_running() -> None:
         for leave in (t.coordinator.retract_request, t.coordinator.request_finished):
             with pytest.raises(LifecycleError, match="request r is in staging, not running"):
                 leave("r")
-        slots = t.host.allocate(9)
-        assert slots is not None
         with pytest.raises(LifecycleError, match="request r is here already"):
-            t.coordinator.admit_request_into_staging("r", slots, pages.staged, 9)
+            t.coordinator.admit_request_into_staging("r", t.host_slots(9), pages.staged, 9)
 
 
 def test_a_copy_that_fails_is_reported_and_leaks_nothing() -> None:
@@ -103,9 +99,7 @@ def test_a_copy_that_fails_is_reported_and_leaks_nothing() -> None:
         broken, good = Pages(1, 9), Pages(2, 9)
         broken.staged.rows[0] = 99
         for request_id, pages in (("broken", broken), ("good", good)):
-            slots = t.host.allocate(9)
-            assert slots is not None
-            t.coordinator.admit_request_into_staging(request_id, slots, pages.staged, 9)
+            t.coordinator.admit_request_into_staging(request_id, t.host_slots(9), pages.staged, 9)
         settle(t)
         staged = t.coordinator.staging.poll()
         assert staged.landed == ["good"]

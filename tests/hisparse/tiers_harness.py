@@ -49,6 +49,11 @@ class Tiers:
     tokens: dict[str, int] = field(default_factory=dict)
     staged_slots: dict[str, HostSlots] = field(default_factory=dict)
 
+    def host_slots(self, num_tokens: int) -> HostSlots:
+        slots = self.host.allocate(num_tokens)
+        assert slots is not None
+        return slots
+
     def host_prompt(self, seed: int, num_tokens: int) -> HostSlots | None:
         """Host slots that hold a prompt, as a transfer would leave them."""
         slots = self.host.allocate(num_tokens)

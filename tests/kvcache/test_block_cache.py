@@ -157,17 +157,6 @@ def test_random_prompts_get_what_a_dictionary_says(prompts: int) -> None:
 # By hand
 
 
-def test_a_match_is_the_longest_prefix_in_whole_blocks() -> None:
-    cache = new_cache()
-    cache.insert(tokens_of("abc", rest=63), numbered(0, 3))
-    assert cache.find(tokens_of("abca")) == 192
-    assert cache.find(tokens_of("abd")) == 128
-    assert cache.find(tokens_of("ab", rest=63)) == 128
-    assert cache.find(tokens_of("", rest=63)) == 0
-    assert cache.find(tokens_of("b")) == 0
-    np.testing.assert_array_equal(cache.hold(tokens_of("ab")).values, numbered(0, 2))
-
-
 @pytest.mark.parametrize("found", [("ab", ""), ("db", ""), ("ad", ""), ("ab", "two")])
 def test_of_two_blocks_with_one_hash_the_first_is_kept(found: tuple[str, str]) -> None:
     """Equal hashes find a block only if its tokens, its parent and its salt are equal."""
@@ -195,16 +184,6 @@ def test_salts_share_nothing_and_are_forgotten_with_their_blocks() -> None:
     np.testing.assert_array_equal(cache.hold(tokens_of("ab"), salt="one").values, numbered(0, 2))
     assert len(cache.evict(4)) == 2
     assert list(cache._salt_of.values()) == ["one"]
-
-
-def test_the_end_of_the_oldest_prompt_goes_first_and_what_was_found_stays() -> None:
-    cache = new_cache()
-    insert(cache, "aabb", 0)
-    insert(cache, "cc", 100)
-    cache.find(tokens_of("aa"))
-    assert cache.evict(3)[:, 0].tolist() == [9, 6, 103]
-    assert cache.find(tokens_of("aabb")) == 128
-    assert cache.find(tokens_of("cc")) == 64
 
 
 class Heard:
@@ -242,19 +221,6 @@ def test_the_newest_hashes_are_those_of_held_blocks_and_then_of_what_was_used_la
     assert cache.newest(99).tolist() == names[0] + names[2] + names[1]
     assert cache.newest(5).tolist() == names[0] + names[2] + names[1][:1]
     assert new_cache().newest(5).tolist() == []
-
-
-def test_held_blocks_are_never_evicted_and_not_counted_as_evictable() -> None:
-    cache = new_cache()
-    insert(cache, "abcd", 0)
-    two = cache.hold(tokens_of("ab"))
-    assert (cache.blocks, cache.evictable_blocks) == (4, 2)
-    four = cache.hold(tokens_of("abcd"))
-    assert len(cache.evict(4)) == cache.evictable_blocks == 0
-    cache.release(two)
-    assert cache.evictable_blocks == 0
-    cache.release(four)
-    assert cache.evictable_blocks == 4
 
 
 def test_wrong_use_is_refused() -> None:

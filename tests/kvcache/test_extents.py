@@ -72,17 +72,6 @@ def test_slots_are_never_given_twice_and_never_lost(operations: list[tuple[str, 
     assert allocator.allocate(POOL) == (Extent(0, POOL),), "all free slots must have coalesced"
 
 
-def test_a_slot_is_free_only_when_its_last_owner_released_it() -> None:
-    allocator = SlotAllocator(8)
-    extents = allocator.allocate(6)
-    assert extents == (Extent(0, 6),)
-    allocator.retain([Extent(0, 2)])
-    allocator.release(extents)
-    assert allocator.used == 2
-    allocator.release([Extent(0, 2)])
-    assert allocator.used == 0
-
-
 @pytest.mark.parametrize("operation", ["release", "retain"])
 def test_a_free_slot_cannot_be_released_or_retained(operation: str) -> None:
     allocator = SlotAllocator(8)

@@ -58,21 +58,6 @@ def test_a_prompt_shares_the_pages_of_the_whole_blocks_that_it_has_in_common(pag
     assert cache.pool.free_pages == cache.pool.num_pages
 
 
-def test_prompts_with_other_salts_share_nothing() -> None:
-    cache = new_cache()
-    fill(cache, "ab", salt="one")
-    assert [cache.find(tokens_of("ab"), salt) for salt in ("one", "two", "")] == [128, 0, 0]
-
-
-def test_a_part_of_a_block_is_not_kept() -> None:
-    cache = new_cache()
-    lease = lend(cache, tokens_of("a", rest=63))
-    cache.insert(lease, 64 + 63)
-    cache.give_back(lease)
-    assert cache.find(tokens_of("aa")) == 64
-    assert cache.pool.free_pages == 10
-
-
 def test_what_nobody_uses_is_given_up_for_a_prompt_and_only_as_much_as_it_lacks() -> None:
     cache = new_cache(num_pages=12, page_size=32)
     fill(cache, "abc")

@@ -136,13 +136,6 @@ def test_what_cannot_be_had_costs_the_cache_nothing() -> None:
     pool.release(held)
 
 
-def test_salts_share_nothing() -> None:
-    pool, cache = new_pool(256)
-    pool.release(landed(pool, prompt(1), salt="a"))
-    assert [len(cache.hold(prompt(1), salt)) for salt in ("", "b")] == [0, 0]
-    assert len(cache.hold(prompt(1), "a")) == 64
-
-
 def test_a_slot_that_the_cache_owns_and_somebody_freed_is_noticed() -> None:
     pool, cache = new_pool(256)
     slots = landed(pool, prompt(1))

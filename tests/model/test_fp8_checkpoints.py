@@ -18,14 +18,13 @@ from base.memory import human
 from kernels.fp8 import dequantise
 from kernels.operands import BlockFp8
 from model import loader
-from model.checkpoint import find_tensors
 from model.config import read_config
 from model.families import FamilyName
 from model.feed_forward import FeedForward, MixtureOfExperts
 from model.loader import load_model
 from model.network import Network
 from model.shard import SINGLE_RANK, Shard
-from model.stored_weights import StoredWeights
+from model.stored_weights import StoredWeights, find_tensors
 from model.tiny import write_tiny_checkpoint
 from model.weights import Linear
 from tests.dequantised import write_dequantised

@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from base.errors import StartupError
 from model import stored_weights
-from model.checkpoint import StoredTensor
 from model.config import ModelSpec
 from model.loader import load_model, read_spec
-from model.stored_weights import StoredWeights
+from model.stored_weights import StoredTensor, StoredWeights
 from model.tiny import write_tiny_checkpoint
 from model.weights import RandomWeights
 

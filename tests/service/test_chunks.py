@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from service.chunks import ChunkTurns, ChunkWriter
+from service.connection import ChunkTurns, ChunkWriter
 
 
 class Client:

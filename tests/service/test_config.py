@@ -1,12 +1,14 @@
-"""What a node is told about addresses and ports."""
+"""What a node is told about addresses, ports, keys and its device."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from base.errors import StartupError
-from service.config import NodeConfig
-from service.start import check, claim_transfer_ports
+from service.config import NodeConfig, check_clients, check_processes, is_loopback
+from service.node_model import check, claim_transfer_ports, use_device
 
 
 def config(**flags: str) -> NodeConfig:
@@ -50,3 +52,69 @@ def test_what_is_no_address_and_no_range_is_refused(flags: dict[str, str], why: 
 
 def test_a_node_without_an_engine_takes_no_ports() -> None:
     assert claim_transfer_ports(config(transfer_protocol="shm")) is None
+
+
+ELSEWHERE = ("0.0.0.0", "10.0.0.1", "::", "fe80::1", "node-7", "localhost.example", "")
+HERE = ("127.0.0.1", "127.9.9.9", "::1", "localhost")
+
+
+def test_loopback() -> None:
+    assert [host for host in (*ELSEWHERE, *HERE) if is_loopback(host)] == list(HERE)
+
+
+@pytest.mark.parametrize("host", ELSEWHERE)
+def test_elsewhere_takes_keys_or_insecure(host: str) -> None:
+    with pytest.raises(StartupError, match=r"--host .*keygen.*--key-dir.*--insecure"):
+        check_processes("--host", host, None, insecure=False)
+    check_processes("--host", host, Path("keys"), insecure=False)
+    check_processes("--host", host, None, insecure=True)
+    with pytest.raises(StartupError, match=r"--host .*--api-key.*--insecure"):
+        check_clients(host, has_key=False, insecure=False)
+    check_clients(host, has_key=True, insecure=False)
+    check_clients(host, has_key=False, insecure=True)
+
+
+@pytest.mark.parametrize("host", HERE)
+def test_loopback_takes_nothing(host: str) -> None:
+    check_processes("--host", host, None, insecure=False)
+    check_clients(host, has_key=False, insecure=False)
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine on which torch finds as many devices as CUDA_VISIBLE_DEVICES leaves of four."""
+
+    def visible() -> int:
+        return len((os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1,2,3").split(","))
+
+    # Set and removed, so that it is as it was after the test, whatever the test's subject writes to it.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "device_count", visible)
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(("flag", "seen"), [("cuda", "0"), ("cuda:0", "0"), ("cuda:3", "3")])
+def test_a_process_sees_its_own_gpu_only(flag: str, seen: str) -> None:
+    assert use_device(flag) == torch.device("cuda", 0)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
+
+
+def test_numbers_count_what_the_process_was_given(four_gpus: pytest.MonkeyPatch) -> None:
+    four_gpus.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-5f1a")
+    assert use_device("cuda:1") == torch.device("cuda", 0)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-5f1a"
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize("flag", ["cuda:4", "cuda:-1", "cuda:one", "cpu:0", "mps", ""])
+def test_a_device_that_is_not_there_stops_the_start(flag: str) -> None:
+    with pytest.raises(StartupError, match=f"--device {flag}: "):
+        use_device(flag)
+
+
+def test_on_a_cpu_nothing_is_hidden(four_gpus: pytest.MonkeyPatch) -> None:
+    four_gpus.setenv("CUDA_VISIBLE_DEVICES", "2")
+    assert use_device("cpu") == torch.device("cpu")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2"

@@ -69,12 +69,6 @@ def test_pieces_of_any_length_at_any_alignment_arrive_and_what_is_between_them_s
     np.testing.assert_array_equal(destination, expected)
 
 
-@every
-def test_nothing_to_copy(copy: Callable[[Descriptors], None]) -> None:
-    empty = np.empty(0, dtype=np.int64)
-    copy(Descriptors(empty, empty, empty))
-
-
 def test_when_a_copy_is_finished_what_others_took_of_it_is_there_too() -> None:
     rng = np.random.default_rng(0)
     with ThreadPoolExecutor(3) as helpers:

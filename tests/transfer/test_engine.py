@@ -1,54 +1,31 @@
 """Real Mooncake over TCP, between two processes."""
 
-import multiprocessing
-import os
-import signal
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 
 import numpy as np
 import pytest
 
-from tests.transfer.world import write
+from tests.transfer.test_lingering import SIZE, Process, Receiving
+from tests.transfer.world import descriptors, write
 from transfer.engine import KVTransferEngine
-from transfer.memory import BufferInfo, Session
-from transfer.planner import Descriptors
+from transfer.memory import BufferInfo
 from transfer.writer import TransferError
-
-SIZE = 4 << 20
 
 
 def info(buffer: np.ndarray) -> BufferInfo:
     return BufferInfo(ptrs=(buffer.ctypes.data,), lengths=(buffer.nbytes,), item_lengths=(1,))
 
 
-def receive(connection: Connection) -> None:
-    """The other process: registers a buffer and hands out its bytes when asked."""
-    buffer = np.zeros(SIZE, dtype=np.uint8)
-    engine = KVTransferEngine("127.0.0.1", "tcp")
-    engine.register(info(buffer))
-    connection.send((engine.session.name, buffer.ctypes.data))
-    while connection.recv():
-        connection.send(buffer.tobytes())
-
-
 class Receiver:
+    """Another process, and its buffer."""
+
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, child = context.Pipe()
-        self.process = context.Process(target=receive, args=(child,), daemon=True)
-        self.process.start()
-        name, self.address = self._connection.recv()
-        self.session = Session(transport="tcp", name=name)
+        self.process = Process(Receiving, "127.0.0.1")
+        self.session, self.address, _ = self.process.do("where")
+        self.kill = self.process.end
 
     def content(self) -> np.ndarray:
-        self._connection.send(True)
-        return np.frombuffer(self._connection.recv(), dtype=np.uint8)
-
-    def kill(self) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGKILL)
-        self.process.join()
+        return np.frombuffer(self.process.do("content"), dtype=np.uint8)
 
 
 @pytest.fixture
@@ -70,15 +47,6 @@ def sender(source: np.ndarray) -> KVTransferEngine:
     return engine
 
 
-def batch(source: np.ndarray, address: int, pieces: list[tuple[int, int, int]]) -> Descriptors:
-    columns = np.array(pieces, dtype=np.int64).T
-    return Descriptors(source.ctypes.data + columns[0], address + columns[1], columns[2])
-
-
-def batches(source: np.ndarray, address: int, pieces: list[tuple[int, int, int]]) -> list[Descriptors]:
-    return [batch(source, address, pieces)]
-
-
 def test_more_descriptors_than_the_transport_takes_at_once_all_land(
     sender: KVTransferEngine, source: np.ndarray, receiver: Receiver
 ) -> None:
@@ -86,7 +54,7 @@ def test_more_descriptors_than_the_transport_takes_at_once_all_land(
     order = np.random.default_rng(1).permutation(3000).tolist()
     write(
         sender.channel(receiver.session),
-        batches(source, receiver.address, [(i * 64, j * 64, 64) for i, j in enumerate(order)]),
+        [descriptors(source.ctypes.data, receiver.address, [(i * 64, j * 64, 64) for i, j in enumerate(order)])],
     )
     expected = np.zeros(SIZE, dtype=np.uint8)
     expected[: 3000 * 64].reshape(3000, 64)[order] = source[: 3000 * 64].reshape(3000, 64)
@@ -98,8 +66,11 @@ def test_a_write_outside_the_registered_buffer_is_an_error_and_the_next_write_wo
 ) -> None:
     """sglang 13054: one transfer error must not mark a healthy pair as failed for ever."""
     with pytest.raises(TransferError):
-        write(sender.channel(receiver.session), batches(source, receiver.address, [(0, SIZE - 10, 4096), (0, 0, 64)]))
-    write(sender.channel(receiver.session), batches(source, receiver.address, [(0, 0, SIZE)]))
+        write(
+            sender.channel(receiver.session),
+            [descriptors(source.ctypes.data, receiver.address, [(0, SIZE - 10, 4096), (0, 0, 64)])],
+        )
+    write(sender.channel(receiver.session), [descriptors(source.ctypes.data, receiver.address, [(0, 0, SIZE)])])
     assert np.array_equal(receiver.content(), source)
 
 
@@ -109,7 +80,7 @@ def test_an_abort_stops_the_rest_and_leaves_nothing_in_flight(
     answers = iter([True] * 10)
     complete = write(
         sender.channel(receiver.session),
-        [batch(source, receiver.address, [(i * 64, i * 64, 64)]) for i in range(1000)],
+        [descriptors(source.ctypes.data, receiver.address, [(i * 64, i * 64, 64)]) for i in range(1000)],
         go_on=lambda: next(answers, False),
     )
     assert not complete
@@ -121,11 +92,11 @@ def test_an_abort_stops_the_rest_and_leaves_nothing_in_flight(
 def test_what_was_unregistered_cannot_be_written(sender: KVTransferEngine, source: np.ndarray) -> None:
     target = np.zeros(4096, dtype=np.uint8)
     sender.register(info(target))
-    write(sender.channel(sender.session), batches(source, target.ctypes.data, [(0, 0, 64)]))
+    write(sender.channel(sender.session), [descriptors(source.ctypes.data, target.ctypes.data, [(0, 0, 64)])])
     assert np.array_equal(target[:64], source[:64])
     sender.unregister(info(target))
     with pytest.raises(TransferError):
-        write(sender.channel(sender.session), batches(source, target.ctypes.data, [(0, 64, 64)]))
+        write(sender.channel(sender.session), [descriptors(source.ctypes.data, target.ctypes.data, [(0, 64, 64)])])
     assert not target[64:].any()
 
 
@@ -133,4 +104,4 @@ def test_a_dead_receiver_is_an_error(sender: KVTransferEngine, source: np.ndarra
     receiver = Receiver()
     receiver.kill()
     with pytest.raises(TransferError):
-        write(sender.channel(receiver.session), batches(source, receiver.address, [(0, 0, SIZE)]))
+        write(sender.channel(receiver.session), [descriptors(source.ctypes.data, receiver.address, [(0, 0, SIZE)])])

@@ -52,6 +52,9 @@ class Receiving:
     def use_for_something_else(self) -> None:
         self.buffer[:] = 1
 
+    def content(self) -> bytes:
+        return self.buffer.tobytes()
+
     def values(self) -> list[int]:
         return np.unique(self.buffer).tolist()
 

@@ -1,22 +1,19 @@
 """Reads of another process's memory, over real Mooncake and a mapping: what was asked for lands, and then nothing."""
 
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.transfer.test_lingering import Process, start_engine, wait_until
+from tests.transfer.test_shm import Owner
+from tests.transfer.world import descriptors
 from transfer.incoming import IncomingCut
-from transfer.memory import BufferInfo, SharedMemory
 from transfer.planner import Descriptors
-from transfer.reader import Reader, ReadReport, batches_of
+from transfer.reader import Reader, ReadReport
 from transfer.shm import SharedMemoryChannel
 
 SIZE = 4 << 20
@@ -35,12 +32,6 @@ class Serving:
 
     def cut(self) -> None:
         wait_until(IncomingCut(self.engine.fenced_ports).passed)
-
-
-def descriptors(source: int, destination: int, pieces: list[tuple[int, int, int]]) -> Descriptors:
-    """pieces: (offset there, offset here, length)."""
-    columns = np.array(pieces, dtype=np.int64).T
-    return Descriptors(source + columns[0], destination + columns[1], columns[2])
 
 
 class Remote:
@@ -186,26 +177,9 @@ def test_a_read_that_was_given_up_does_not_land_later(monkeypatch: pytest.Monkey
         reading.end()
 
 
-OWNER = """
-import os, sys, torch, numpy
-from kvcache.host_memory import HostMemory
-memory = HostMemory(4 << 20, shareable=True)
-tensor = memory.tensor(0, (4 << 20,))
-tensor[:] = torch.from_numpy(numpy.random.default_rng(0).integers(1, 256, 4 << 20, dtype=numpy.uint8))
-region = memory.shared()
-print(os.getpid(), region.fd, region.name, region.base, region.length, flush=True)
-sys.stdin.read()
-"""
-
-
 def test_a_mapping_is_read_within_its_bounds_and_while_its_owner_lives() -> None:
-    root = Path(__file__).parents[2]
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root
-    )
-    assert owner.stdout is not None
-    pid, fd, name, base, length = owner.stdout.readline().split()
-    memory = SharedMemory(pid=int(pid), fd=int(fd), name=name, base=int(base), length=int(length))
+    owner = Owner(SIZE, seed=0)
+    memory = owner.memory
     reader = Reader(SharedMemoryChannel(memory, reading=True))
     here = np.zeros(SIZE, dtype=np.uint8)
     order = np.random.default_rng(2).permutation(SIZE // 1000).tolist()
@@ -219,8 +193,7 @@ def test_a_mapping_is_read_within_its_bounds_and_while_its_owner_lives() -> None
         report = reader.read([descriptors(memory.base, here.ctypes.data, [(outside, 0, 64)])])
         assert report.error == "the other process cannot be reached or refuses a read"
     assert np.array_equal(here, expected)
-    owner.send_signal(signal.SIGKILL)
-    owner.communicate()
+    owner.kill()
     late = reader.read([descriptors(memory.base, here.ctypes.data, [(0, 0, 64)])])
     assert late.error == "the process that owns the memory has ended"
     reader.close()
@@ -248,17 +221,3 @@ def test_a_read_of_unknown_end_is_in_flight_for_good() -> None:
     assert (report.error, report.in_flight) == ("nobody knows whether a read has ended", True)
     assert reader.lost_track
     reader.close()
-
-
-def test_items_are_read_in_as_few_pieces_as_slots_and_rows_allow() -> None:
-    there = BufferInfo(ptrs=(1000, 5000), lengths=(400, 80), item_lengths=(10, 2))
-    here = BufferInfo(ptrs=(70000, 90000), lengths=(400, 80), item_lengths=(10, 2))
-    slots, rows = np.array([4, 5, 6, 30, 31]), np.array([0, 1, 2, 3, 9])
-    items, keys = batches_of(slots, rows, there, here)
-    assert items.sources.tolist() == [1040, 1300, 1310]
-    assert items.destinations.tolist() == [70000, 70030, 70090]
-    assert items.lengths.tolist() == [30, 10, 10]
-    assert keys.lengths.tolist() == [6, 2, 2]
-    other = here.model_copy(update={"item_lengths": (10, 4)})
-    with pytest.raises(ValueError, match=r"items of \(10, 2\) bytes there and of \(10, 4\) here"):
-        list(batches_of(slots, rows, there, other))

@@ -10,19 +10,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.transfer.world import write
+from tests.transfer.world import descriptors, write
 from transfer.memory import SharedMemory
-from transfer.planner import Descriptors
 from transfer.shm import SharedMemoryChannel
 from transfer.transport import Unreachable
 from transfer.writer import TransferError
 
 SIZE = 1 << 20
 OWNER = """
-import os, sys, torch
+import os, sys, numpy, torch
 from kvcache.host_memory import HostMemory
-memory = HostMemory(1 << 20, shareable=True)
-tensor = memory.tensor(0, (1 << 20,))
+size, seed = map(int, sys.argv[1:])
+memory = HostMemory(size, shareable=True)
+tensor = memory.tensor(0, (size,))
+if seed >= 0:
+    tensor[:] = torch.from_numpy(numpy.random.default_rng(seed).integers(1, 256, size, dtype=numpy.uint8))
 region = memory.shared()
 print(os.getpid(), region.fd, region.name, region.base, region.length, flush=True)
 for line in sys.stdin:
@@ -32,13 +34,12 @@ for line in sys.stdin:
 
 
 class Owner:
-    """A process that shares a piece of memory and tells what is in it."""
+    """A process that shares a piece of memory and tells what is in it: zeros, or random bytes if there is a seed."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = SIZE, seed: int = -1) -> None:
         root = Path(__file__).parents[2]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root
-        )
+        command = [sys.executable, "-c", OWNER, str(size), str(seed)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
         assert self.process.stdout is not None
         pid, fd, name, base, length = self.process.stdout.readline().split()
         self.memory = SharedMemory(pid=int(pid), fd=int(fd), name=name, base=int(base), length=int(length))
@@ -61,18 +62,16 @@ def owner() -> Iterator[Owner]:
     owner.kill()
 
 
-def batch(source: np.ndarray, base: int, pieces: list[tuple[int, int, int]]) -> Descriptors:
-    columns = np.array(pieces, dtype=np.int64).T
-    return Descriptors(source.ctypes.data + columns[0], base + columns[1], columns[2])
-
-
 def test_every_byte_lands_where_it_should_and_nowhere_else(owner: Owner) -> None:
     rng = np.random.default_rng(0)
     source = rng.integers(1, 256, SIZE, dtype=np.uint8)
     order = rng.permutation(SIZE // 1000)
     pieces = [(i * 1000, int(j) * 1000, 997) for i, j in enumerate(order)]
     channel = SharedMemoryChannel(owner.memory)
-    write(channel, [batch(source, owner.memory.base, pieces[i : i + 100]) for i in range(0, len(pieces), 100)])
+    write(
+        channel,
+        [descriptors(source.ctypes.data, owner.memory.base, pieces[i : i + 100]) for i in range(0, len(pieces), 100)],
+    )
     channel.close()
     expected = np.zeros(SIZE, dtype=np.uint8)
     for start, to, length in pieces:
@@ -86,7 +85,7 @@ def test_an_address_outside_the_memory_is_refused(owner: Owner, start: int, leng
     source = ~np.frombuffer(before, dtype=np.uint8)
     channel = SharedMemoryChannel(owner.memory)
     with pytest.raises(TransferError):
-        write(channel, [batch(source, owner.memory.base, [(0, 0, 10), (0, start, length)])])
+        write(channel, [descriptors(source.ctypes.data, owner.memory.base, [(0, 0, 10), (0, start, length)])])
     assert owner.content(0, 10) == before
 
 
@@ -112,10 +111,11 @@ def test_a_refusal_leaves_no_descriptor_behind(owner: Owner, change: dict[str, o
 def test_a_write_to_an_owner_that_ended_is_an_error() -> None:
     """The mapping outlives its owner; what is copied there is lost."""
     owner = Owner()
+    source = np.ones(10, dtype=np.uint8)
     channel = SharedMemoryChannel(owner.memory)
     owner.kill()
     with pytest.raises(TransferError, match="has ended"):
-        write(channel, [batch(np.ones(10, dtype=np.uint8), owner.memory.base, [(0, 0, 10)])])
+        write(channel, [descriptors(source.ctypes.data, owner.memory.base, [(0, 0, 10)])])
     channel.close()
     with pytest.raises(Unreachable):
         SharedMemoryChannel(owner.memory)

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 from transfer.checksum import digest, item_ranges
 from transfer.memory import BufferInfo
 from transfer.planner import Descriptors, Int64s
@@ -26,3 +28,9 @@ def write(channel: Channel, batches: Iterable[Descriptors], go_on: Callable[[], 
 def slot_digest(buffers: BufferInfo, buffer: int, slots: Int64s) -> int:
     """The digest of these slots, as a sender computes it."""
     return digest(item_ranges(buffers, buffer, slots))
+
+
+def descriptors(source: int, destination: int, pieces: list[tuple[int, int, int]]) -> Descriptors:
+    """pieces: (offset from the source, offset from the destination, length)."""
+    columns = np.array(pieces, dtype=np.int64).T
+    return Descriptors(source + columns[0], destination + columns[1], columns[2])

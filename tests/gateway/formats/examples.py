@@ -8,7 +8,7 @@ answers follow Qwen2.5's chat template.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,14 +159,10 @@ def parsing_format(family: str) -> ChatFormat:
 
 
 def parser_of(family: str, *, reasoning: bool, whole_calls: bool = False) -> CallParser:
-    return parsing_format(family).parser(
-        ToolSet(TOOLS), reasoning=reasoning, whole_calls=whole_calls, new_id=numbered_ids()
-    )
-
-
-def numbered_ids() -> Callable[[], str]:
+    parser = parsing_format(family).parser(ToolSet(TOOLS), reasoning=reasoning, whole_calls=whole_calls)
     numbers = itertools.count()
-    return lambda: f"call_{next(numbers)}"
+    parser.new_id = lambda: f"call_{next(numbers)}"
+    return parser
 
 
 def parse(parser: CallParser, pieces: list[str]) -> list[Event]:
