@@ -25,8 +25,7 @@ from model.config import DTYPES, ModelSpec, read_config
 from model.network import Network
 from model.shard import NO_EXCHANGE, SINGLE_RANK, Exchange, Shard
 from model.sparse_model import SparseModel
-from model.stored_weights import SCALES, StoredWeights
-from model.tensor_files import StoredTensor, find_tensors
+from model.stored_weights import SCALES, StoredTensor, StoredWeights, find_tensors
 from model.weights import RandomWeights
 
 log = structlog.get_logger(__name__)

@@ -24,8 +24,7 @@ from model.feed_forward import FeedForward, MixtureOfExperts
 from model.loader import load_model
 from model.network import Network
 from model.shard import SINGLE_RANK, Shard
-from model.stored_weights import StoredWeights
-from model.tensor_files import find_tensors
+from model.stored_weights import StoredWeights, find_tensors
 from model.tiny import write_tiny_checkpoint
 from model.weights import Linear
 from tests.dequantised import write_dequantised

@@ -15,8 +15,7 @@ from base.errors import StartupError
 from model import stored_weights
 from model.config import ModelSpec
 from model.loader import load_model, read_spec
-from model.stored_weights import StoredWeights
-from model.tensor_files import StoredTensor
+from model.stored_weights import StoredTensor, StoredWeights
 from model.tiny import write_tiny_checkpoint
 from model.weights import RandomWeights
 
