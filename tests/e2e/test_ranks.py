@@ -71,7 +71,7 @@ def assert_ranks_exact(
         assert decode.metric("swap_in_misses_total", rank) > 0, f"rank {rank} had no long request"
         decode.wait_unused("host_slots", rank)
     decode.signal(signal.SIGTERM)
-    assert decode.process.wait(timeout=60) == 0
+    assert decode.process.wait(timeout=60) == 0, decode.log[-3000:]
     assert "violations" not in decode.log
 
 

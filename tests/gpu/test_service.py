@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from benchmarks.demo.__main__ import HOT_BUFFER
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import HOT_BUFFER, Cluster
 from tests.e2e.conftest import FAMILIES, Reference, checkpoints, references, start_cluster
 from tests.e2e.test_aborts import test_two_hundred_requests_a_third_of_them_aborted
 from tests.e2e.test_parity import ALONE, TOGETHER, assert_exact, test_greedy_tokens_equal_transformers
