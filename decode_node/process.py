@@ -68,6 +68,8 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
             spec.context_length,
             record=device.type == "cuda" and not config.disable_cuda_graph,
         )
+        # Before the ranks disconnect, who wait for this.
+        at_end.callback(runner.close)
         # What happens at a first use takes longer than a step may.
         runner.pad(1)
         ranks.watch_steps()

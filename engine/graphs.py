@@ -68,6 +68,12 @@ class StepGraphs:
         step.verify()
         return self._logits[:batch]
 
+    def close(self) -> None:
+        """Give the recorded steps back: NCCL does not disconnect while one that uses it is left."""
+        for graph, _ in self._recorded.values():
+            graph.reset()
+        self._recorded.clear()
+
     @torch.inference_mode()
     def _record(self, batch: int, context: int) -> None:
         """Record a step of padding."""

@@ -82,6 +82,11 @@ class ModelRunner:
             rows, newest, _ = self._inputs
             self._graphs = StepGraphs(model, coordinator, self._next_tokens, rows, newest, context_length)
 
+    def close(self) -> None:
+        """Give the recorded steps back. No step follows."""
+        if self._graphs is not None:
+            self._graphs.close()
+
     def admit(self, request_id: str, prompt_ids: Sequence[int], generated: Sequence[int], sampling: Sampling) -> None:
         """Set up the row of a request that was just admitted. The newest of its tokens is computed next."""
         row = self._coordinator.row(request_id)

@@ -57,11 +57,9 @@ class GroupExchange(Exchange):
         return cls(rank, size)
 
     def close(self) -> None:
-        """Disconnect, if all ranks do. NCCL would wait until the recorded steps that use it are destroyed, so it ends
-        with the process."""
-        if dist.get_backend() == "gloo":
-            with suppress(RuntimeError):
-                dist.destroy_process_group()
+        """Disconnect, if all ranks do. NCCL waits until the recorded steps that use it are given back."""
+        with suppress(RuntimeError):
+            dist.destroy_process_group()
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """See Exchange."""
