@@ -68,8 +68,6 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
             spec.context_length,
             record=device.type == "cuda" and not config.disable_cuda_graph,
         )
-        # Before the ranks disconnect, who wait for this.
-        at_end.callback(runner.close)
         # What happens at a first use takes longer than a step may.
         runner.pad(1)
         ranks.watch_steps()
@@ -124,6 +122,8 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
         shell.start(membership, loop.refresh_metrics, quarantine, cached=None if prefixes is None else prefixes.blocks)
         shell.announce(transports, spec.model_type, spec.fingerprint)
         loop.run()
+        # Before the ranks disconnect. Not after a failure: a step may wait for a rank that is gone.
+        runner.close()
 
 
 def common_to_ranks(config: DecodeConfig) -> dict[str, object]:
