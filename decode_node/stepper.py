@@ -7,13 +7,11 @@ import numpy as np
 import structlog
 
 from base.metrics import Metrics
-from control.messages import Token
 from decode_node.grammars import Grammars
 from decode_node.request import Request, RequestState
 from engine.adjustments import Ban
 from engine.grammar.errors import GrammarViolation
-from engine.runner import Batch, LaunchedStep, ModelRunner
-from engine.sampling import NoToken
+from engine.runner import Batch, Computed, LaunchedStep, ModelRunner
 from hisparse.coordinator import HiSparseCoordinator
 from ranks.barrier import GroupFailed
 from ranks.group import Ranks
@@ -72,9 +70,8 @@ class Stepper:
         ids = tuple(request.request_id for request in requests)
         batch = Batch(
             request_ids=ids,
-            places=self._coordinator.begin_step(ids),
+            places=self._coordinator.begin_step(ids, self._runner.width),
             sampling=tuple(request.generate.sampling for request in requests),
-            uniforms=np.array([request.random.number(request.launched) for request in requests]),
         )
         for request in requests:
             request.launched += 1
@@ -84,8 +81,8 @@ class Stepper:
             self._launched = self._runner.launch(batch, padded)
             self._requests = tuple(requests)
 
-    def take(self) -> list[tuple[str, Token | NoToken]]:
-        """Wait for the tokens of the step in flight, with the ids of their requests."""
+    def take(self) -> list[tuple[str, Computed]]:
+        """Wait for what the step in flight has computed, with the ids of its requests."""
         step, self._in_flight = self._in_flight, None
         if step is not None:
             with self._guarded(step.batch):
@@ -102,17 +99,23 @@ class Stepper:
         if step is None:
             return
         with self._guarded(step.batch):
+            width = step.batch.places.width
             alive = [request if request.state is not RequestState.FINISHED else None for request in self._requests]
-            masks = self._grammars.masks(alive)
+            masks = self._grammars.masks(alive, width)
             for entry, reason in masks.failed.items():
                 self._on_failure([step.batch.request_ids[entry]], GrammarViolation(reason))
             bans = [
-                Ban(entry, token_ids)
+                Ban(entry * width + place, token_ids)
                 for entry, request in enumerate(self._requests)
-                if request.adjusts and len(token_ids := request.banned_tokens.after(request.generated))
+                if request.adjusts
+                for place in range(min(width, 1 + len(request.drafts)))
+                if len(token_ids := request.banned_tokens.after(request.generated, request.drafts[:place]))
             ]
-            self._runner.sample(step, bans, masks.words)
-            self._in_flight = step
+            uniforms = [request.random.numbers(len(request.generated), width) for request in self._requests]
+            self._runner.sample(step, np.array(uniforms), bans, masks.words)
+        # After a failure, too: the other ranks of a group compute it.
+        with self._guarded(step.batch), self._in_group():
+            self._in_flight = step if self._runner.draft(step) else None
 
     def take_stepped(self) -> set[str]:
         """Ids of requests that were in a step since the last call. Those in flight are also in the next call's result:

@@ -21,7 +21,8 @@ _NONE: _TokenIds = np.array((), np.int64)
 
 @dataclass(frozen=True, eq=False)
 class Ban:
-    """Tokens that one request of a batch may not get in this step. entry: of the batch. token_ids: int64 [n]."""
+    """Tokens that may not come at one place of a step. entry: b * width + j for token j of request b. token_ids: int64
+    [n]."""
 
     entry: int
     token_ids: _TokenIds
@@ -53,12 +54,14 @@ class BannedTokens:
         self._last_tokens = {prefix: np.array(found, np.int64) for prefix, found in last_tokens.items()}
         self._lengths = {token_id: sorted(found) for token_id, found in lengths.items()}
         """The lengths of prefixes, by the token at their end."""
+        self._longest = max(map(max, lengths.values()), default=1)
 
-    def after(self, generated: Sequence[int]) -> _TokenIds:
-        """Tokens that may not follow the generated ones, int64 [n], repetitions included."""
-        banned = [self._stops] if len(generated) < self._min_tokens else []
-        for length in self._lengths.get(generated[-1], ()) if generated else ():
-            if length <= len(generated) and (found := self._last_tokens.get(tuple(generated[-length:]))) is not None:
+    def after(self, generated: Sequence[int], drafts: Sequence[int] = ()) -> _TokenIds:
+        """Tokens that may not follow the generated ones and these drafts, int64 [n], repetitions included."""
+        banned = [self._stops] if len(generated) + len(drafts) < self._min_tokens else []
+        end = [*generated[-self._longest :], *drafts]
+        for length in self._lengths.get(end[-1], ()) if end else ():
+            if length <= len(end) and (found := self._last_tokens.get(tuple(end[-length:]))) is not None:
                 banned.append(found)
         return np.concatenate(banned) if banned else _NONE
 
@@ -94,13 +97,23 @@ class LogitAdjustments:
             self._in_use.add(row)
             self._fill(tables, row, sampling, prompt_ids, generated)
 
-    def apply(self, logits: torch.Tensor, rows: torch.Tensor, bans: Sequence[Ban]) -> torch.Tensor:
-        """A changed copy of logits, float32 [n, vocab]; -inf for a token that may not come.
+    def apply(
+        self, logits: torch.Tensor, rows: torch.Tensor, drafts: torch.Tensor, bans: Sequence[Ban]
+    ) -> torch.Tensor:
+        """A changed copy of logits, float32 [batch * width, vocab]; -inf for a token that may not come.
 
-        Only for a batch with a request that `adjusts`. rows: int64 [n] on the device.
+        Only for a batch with a request that `adjusts`. rows: int64 [batch] on the device. drafts: int64 [batch, width -
+        1], the tokens that the second place and those after it follow.
         """
         tables = self._tables
         assert tables is not None, "a request that needs it was admitted"
+        width = 1 + drafts.shape[1]
+        counts = tables.counts[rows].repeat_interleave(width, 0)
+        for place in range(1, width):
+            came = torch.ones((len(rows), 1), dtype=counts.dtype, device=counts.device)
+            for later in range(place, width):
+                counts[later::width].scatter_add_(1, drafts[:, place - 1, None], came)
+        rows = rows.repeat_interleave(width)
         changed = logits + tables.bias[rows]
         if bans:
             entries = np.repeat([ban.entry for ban in bans], [len(ban.token_ids) for ban in bans])
@@ -108,18 +121,21 @@ class LogitAdjustments:
             entry, token_id = self._uploaded([entries, token_ids])
             changed[entry, token_id] = _NEVER
         frequency, presence, repetition = tables.penalties[rows].float().T.unsqueeze(2)
-        counts = tables.counts[rows]
         came = counts > 0
         repeated = came | tables.in_prompt[rows]
         changed = torch.where(repeated, torch.where(changed > 0, changed / repetition, changed * repetition), changed)
         changed -= frequency * counts
         return changed.sub_(presence * came)
 
-    def count(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Note drawn tokens, int64 [n], of a batch with a request that `adjusts`; ids below 0 are no tokens."""
+    def count(self, rows: torch.Tensor, token_ids: torch.Tensor, counts: torch.Tensor) -> None:
+        """Note drawn tokens, int64 [batch, width], of a batch with a request that `adjusts`; ids below 0 are no tokens.
+
+        counts: int64 [batch], how many of each request's tokens are final.
+        """
         assert self._tables is not None, "a request that needs it was admitted"
-        came = (token_ids >= 0).to(torch.int32)
-        self._tables.counts.index_put_((rows, token_ids.clamp(min=0)), came, accumulate=True)
+        place = torch.arange(token_ids.shape[1], device=token_ids.device)
+        came = ((token_ids >= 0) & (place < counts[:, None])).to(torch.int32)
+        self._tables.counts.index_put_((rows[:, None], token_ids.clamp(min=0)), came, accumulate=True)
 
     def _fill(
         self, tables: "_Tables", row: int, sampling: Sampling, prompt_ids: Sequence[int], generated: Sequence[int]
