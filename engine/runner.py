@@ -38,9 +38,12 @@ class Batch:
 
 @dataclass(eq=False)
 class LaunchedStep:
-    """A step whose first forward pass is queued. logits: float32 [batch * width, vocab], which the next step overwrites.
-    padded: its size, padding included. drawn: what `draw` returned, once sampling is queued too. computed: the copy of
-    tokens, their numbers and drafts to the host, once the second pass is queued."""
+    """A step whose first forward pass is queued.
+
+    logits: float32 [batch * width, vocab], which the next step overwrites. padded: its size, padding included. drawn:
+    what `draw` returned, once sampling is queued too. computed: the copy of tokens, their numbers and drafts to the
+    host, once the second pass is queued.
+    """
 
     batch: Batch
     logits: torch.Tensor
@@ -65,8 +68,8 @@ class ModelRunner:
     """Runs the steps of a decode node. Only `collect` waits for the device.
 
     A step takes four calls: `launch` queues its forward pass, `sample` the drawing of its tokens, `draft` the drafts of
-    the tokens after them, `collect` waits for all of these. To keep the device busy: launch(n + 1), collect(n), sample(n
-    + 1), draft(n + 1).
+    the tokens after them, `collect` waits for all of these. To keep the device busy: launch(n + 1), collect(n),
+    sample(n + 1), draft(n + 1).
 
     Device state, by row: that of `StepPasses`, sampling settings, and what changes logits. A request that ended in step
     n is still in step n + 1; the device reuses its row only after that step.
