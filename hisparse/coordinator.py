@@ -12,7 +12,7 @@ import torch
 
 from hisparse.staging import CopyStream, StagingArea
 from hisparse.step import DecodeStep, StepError
-from hisparse.swap_in import StagedKV, SwapInBackend, SwapInCounters
+from hisparse.swap_in import Span, StagedKV, SwapInBackend, SwapInCounters
 from kvcache.extents import HostSlots, SlotAccountingError
 
 log = structlog.get_logger(__name__)
@@ -165,7 +165,9 @@ class HiSparseCoordinator:
         self, rows: torch.Tensor, newest: torch.Tensor, max_tokens: int, lengths: tuple[int, ...] | None = None
     ) -> DecodeStep:
         """What the model runs against in one step, or in all replays of a recorded one: see DecodeStep."""
-        return DecodeStep(self._backend, self._verify, rows, newest, max_tokens, lengths)
+        own = Span(newest, (rows >= 0).long(), 1)
+        layers = range(self.host.layout.num_layers)
+        return DecodeStep(self._backend, self._verify, rows, newest, own, own, layers, max_tokens, lengths)
 
     def step_over(self, number: int) -> None:
         """Note that the device writes nothing more for the steps up to this one, computed or given up."""
