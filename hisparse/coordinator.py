@@ -132,7 +132,7 @@ class HiSparseCoordinator:
             return False
         self.device.set_host_slots(row, 0, host_slots.slots())
         self._backend.load_index_keys(row, num_tokens)
-        if self._residency.is_short(num_tokens):
+        if num_tokens <= self.device.device_buffer_size + 1 - self._window:
             self._backend.preload(row, num_tokens)
             self._residency.reset_short(row)
         else:
@@ -202,12 +202,16 @@ class HiSparseCoordinator:
         layers: range | None = None,
         backs_up: bool = True,
     ) -> DecodeStep:
-        """What the model runs against in one pass of a step, or in all replays of a recorded one: see DecodeStep."""
+        """What the model runs against in one pass of a step, or in all replays of a recorded one: see DecodeStep.
+
+        layers: all by default.
+        """
+        layers = range(self.host.layout.num_layers) if layers is None else layers
         # A device that computes in the order of the calls need not be waited for.
         known = rows.device.type == "cpu"
         lengths = tuple((queries.positions() + 1).tolist()) if known else None
         return DecodeStep(
-            self._backend, self._verify, rows, newest, queries, stored, max_tokens, lengths, layers, backs_up
+            self._backend, self._verify, rows, newest, queries, stored, layers, max_tokens, lengths, backs_up
         )
 
     def step_over(self, places: StepPlaces, counts: Mapping[str, int] | None = None) -> None:

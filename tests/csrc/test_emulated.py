@@ -52,9 +52,10 @@ class Emulated:
         size = len(rows)
         exists = (given[:size] >= 0) & (given[:size] <= given_newest[:size, None])
         selected = torch.where(exists, given[:size], -1)
-        plan = self.oracle.resolve(0, given_rows[:size], selected, given_newest[:size])
-        owned = self.hot_slots[given_rows[:size, None], plan.hot.clamp(min=0)]
-        assert torch.equal(slots[:size], torch.where(plan.hot >= 0, owned, -1))
+        plan = self.oracle.resolve(0, given_rows[:size], selected[:, None], given_newest[:size])
+        hot = plan.hot.flatten(1)
+        owned = self.hot_slots[given_rows[:size, None], hot.clamp(min=0)]
+        assert torch.equal(slots[:size], torch.where(hot >= 0, owned, -1))
         assert bool((slots[size:] == -1).all())
         missed_rows = given_rows[plan.miss_batch]
         expected_host = self.host_slot_of[missed_rows, plan.miss_positions]
