@@ -111,7 +111,10 @@ class Stepper:
                 for place in range(min(width, 1 + len(request.drafts)))
                 if len(token_ids := request.banned_tokens.after(request.generated, request.drafts[:place]))
             ]
-            uniforms = [request.random.numbers(len(request.generated), width) for request in self._requests]
+            uniforms = [
+                [request.random.number(len(request.generated) + place) for place in range(width)]
+                for request in self._requests
+            ]
             self._runner.sample(step, np.array(uniforms), bans, masks.words)
         # After a failure, too: the other ranks of a group compute it.
         with self._guarded(step.batch), self._in_group():

@@ -54,14 +54,15 @@ class BannedTokens:
         self._last_tokens = {prefix: np.array(found, np.int64) for prefix, found in last_tokens.items()}
         self._lengths = {token_id: sorted(found) for token_id, found in lengths.items()}
         """The lengths of prefixes, by the token at their end."""
-        self._longest = max(map(max, lengths.values()), default=1)
 
     def after(self, generated: Sequence[int], drafts: Sequence[int] = ()) -> _TokenIds:
         """Tokens that may not follow the generated ones and these drafts, int64 [n], repetitions included."""
-        banned = [self._stops] if len(generated) + len(drafts) < self._min_tokens else []
-        end = [*generated[-self._longest :], *drafts]
-        for length in self._lengths.get(end[-1], ()) if end else ():
-            if length <= len(end) and (found := self._last_tokens.get(tuple(end[-length:]))) is not None:
+        total = len(generated) + len(drafts)
+        banned = [self._stops] if total < self._min_tokens else []
+        newest = drafts[-1:] or generated[-1:]
+        for length in self._lengths.get(newest[0], ()) if total else ():
+            end = (*generated[len(generated) - max(0, length - len(drafts)) :], *drafts[-length:])
+            if length <= total and (found := self._last_tokens.get(end)) is not None:
                 banned.append(found)
         return np.concatenate(banned) if banned else _NONE
 
@@ -98,21 +99,23 @@ class LogitAdjustments:
             self._fill(tables, row, sampling, prompt_ids, generated)
 
     def apply(
-        self, logits: torch.Tensor, rows: torch.Tensor, drafts: torch.Tensor, bans: Sequence[Ban]
+        self, logits: torch.Tensor, rows: torch.Tensor, bans: Sequence[Ban], drafts: torch.Tensor | None = None
     ) -> torch.Tensor:
         """A changed copy of logits, float32 [batch * width, vocab]; -inf for a token that may not come.
 
         Only for a batch with a request that `adjusts`. rows: int64 [batch] on the device. drafts: int64 [batch, width -
-        1], the tokens that the second place and those after it follow.
+        1], of each request, which its places after the first follow; None if the width is 1.
         """
         tables = self._tables
         assert tables is not None, "a request that needs it was admitted"
-        width = 1 + drafts.shape[1]
+        width = len(logits) // len(rows)
         counts = tables.counts[rows].repeat_interleave(width, 0)
         for place in range(1, width):
-            came = torch.ones((len(rows), 1), dtype=counts.dtype, device=counts.device)
+            assert drafts is not None, "of every place after the first"
+            # All places from this one on follow this draft.
             for later in range(place, width):
-                counts[later::width].scatter_add_(1, drafts[:, place - 1, None], came)
+                draft = drafts[:, place - 1, None]
+                counts[later::width].scatter_add_(1, draft, torch.ones_like(draft, dtype=counts.dtype))
         rows = rows.repeat_interleave(width)
         changed = logits + tables.bias[rows]
         if bans:
@@ -127,15 +130,11 @@ class LogitAdjustments:
         changed -= frequency * counts
         return changed.sub_(presence * came)
 
-    def count(self, rows: torch.Tensor, token_ids: torch.Tensor, counts: torch.Tensor) -> None:
-        """Note drawn tokens, int64 [batch, width], of a batch with a request that `adjusts`; ids below 0 are no tokens.
-
-        counts: int64 [batch], how many of each request's tokens are final.
-        """
+    def count(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Note drawn tokens, int64 [n], of a batch with a request that `adjusts`; ids below 0 are no tokens."""
         assert self._tables is not None, "a request that needs it was admitted"
-        place = torch.arange(token_ids.shape[1], device=token_ids.device)
-        came = ((token_ids >= 0) & (place < counts[:, None])).to(torch.int32)
-        self._tables.counts.index_put_((rows[:, None], token_ids.clamp(min=0)), came, accumulate=True)
+        came = (token_ids >= 0).to(torch.int32)
+        self._tables.counts.index_put_((rows, token_ids.clamp(min=0)), came, accumulate=True)
 
     def _fill(
         self, tables: "_Tables", row: int, sampling: Sampling, prompt_ids: Sequence[int], generated: Sequence[int]

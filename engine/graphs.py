@@ -31,10 +31,10 @@ class _Size(NamedTuple):
 
 @dataclass(frozen=True)
 class _Recording:
-    """A graph, and the steps whose tensors it reads and writes."""
+    """A graph, and the step whose tensors it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
-    steps: list[DecodeStep]
+    step: DecodeStep
 
 
 class StepGraphs:
@@ -84,8 +84,7 @@ class StepGraphs:
         context = next(size for size in self._contexts if longest <= size)
         recording = self._recorded[_Size(size, context, width)][number]
         recording.graph.replay()
-        for step in recording.steps:
-            step.verify()
+        recording.step.verify()
 
     @torch.inference_mode()
     def _record(self, size: _Size, of: int) -> None:
@@ -93,7 +92,7 @@ class StepGraphs:
         started = time.monotonic()
         passes = self._passes
         try:
-            recordings = [self._recording(lambda: [passes.verify(*size)])]
+            recordings = [self._recording(lambda: passes.verify(*size))]
             if passes.max_width > 1:
                 recordings.append(self._recording(lambda: passes.draft(*size)))
         except RuntimeError as error:
@@ -110,14 +109,14 @@ class StepGraphs:
             seconds=round(time.monotonic() - started, 2),
         )
 
-    def _recording(self, queue: Callable[[], list[DecodeStep]]) -> _Recording:
+    def _recording(self, queue: Callable[[], DecodeStep]) -> _Recording:
         # Once without recording: a first use loads kernels, which is not possible while recording.
         queue()
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads of the process may go on using the device.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            steps = queue()
-        return _Recording(graph, steps)
+            step = queue()
+        return _Recording(graph, step)
 
 
 def batch_ladder(largest: int) -> list[int]:

@@ -77,10 +77,11 @@ class StepPasses:
             self._hidden[: batch * width] = hidden
         return step
 
-    def accept(self, batch: int, width: int, token_ids: torch.Tensor) -> None:
+    def accept(self, batch: int, width: int, token_ids: torch.Tensor) -> torch.Tensor:
         """Take drawn tokens up to the first that is not the draft at its place.
 
-        batch: requests of the step, without padding. token_ids: int64 [batch * width], below 0 for no token.
+        batch: requests of the step, without padding. token_ids: int64 [batch * width], below 0 for no token. Returns
+        those that are final, -1 in the other places.
         """
         rows, valid = self.inputs[0, :batch], self.valid[:batch]
         drawn = token_ids.view(batch, width)
@@ -92,10 +93,12 @@ class StepPasses:
         self.positions[rows] += counts
         self.drawn[:batch, :width] = drawn
         self.counts[:batch] = counts
+        is_final = torch.arange(width, device=drawn.device) < counts[:, None]
+        return torch.where(is_final, drawn, -1).flatten()
 
-    def draft(self, batch: int, max_tokens: int, width: int) -> list[DecodeStep]:
+    def draft(self, batch: int, max_tokens: int, width: int) -> DecodeStep:
         """Store the draft layer's KV of the tokens that are final now, copy their KV to the host, and make width - 1
-        drafts. Arguments as in `verify`. Only for a model with a draft layer."""
+        drafts. Arguments as in `verify`. Only for a model with a draft layer. Returns the step of the last draft."""
         assert self._hidden is not None, "verify comes first"
         model, counts = self.model, self.counts[:batch]
         draft_layer = model.spec.draft_layer
@@ -121,7 +124,6 @@ class StepPasses:
             picked if width > 1 else None,
         )
         step.finish()
-        steps = [step]
         for number in range(1, width):
             assert hidden is not None, "rows were picked"
             drafts = model.logits(hidden).argmax(dim=-1)
@@ -137,9 +139,8 @@ class StepPasses:
             entries = torch.arange(batch, device=counts.device)
             hidden = model.draft(drafts, hidden, last.clamp(min=0), step, entries)
             step.finish()
-            steps.append(step)
         self.num_drafts[row] = width - 1
-        return steps
+        return step
 
     def _entries(self, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rows and ends of a step, and rows as indices: the last one for padding."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -153,15 +154,14 @@ class ModelRunner:
         batch, width, passes = step.batch, step.batch.places.width, self._passes
         rows = passes.inputs[0, : len(batch)]
         drafts = passes.tokens[rows, 1:width]
+        repeated = rows.repeat_interleave(width)
         numbers = upload(uniforms.ravel(), torch.empty(uniforms.size, dtype=torch.float64, device=rows.device))
         needs = SamplingNeeds.of(batch.sampling)
-        changed = self._adjustments.apply(step.logits, rows, drafts, bans) if needs.adjusted else step.logits
-        settings = self._settings[rows].repeat_interleave(width, 0)
-        drawn = draw(step.logits, settings.T, numbers, needs, changed, masks)
-        token_ids = drawn[:, 0].long()
-        passes.accept(len(batch), width, token_ids)
+        changed = self._adjustments.apply(step.logits, rows, bans, drafts) if needs.adjusted else step.logits
+        drawn = draw(step.logits, self._settings[repeated].T, numbers, needs, changed, masks)
+        final = passes.accept(len(batch), width, drawn[:, 0].long())
         if needs.adjusted:
-            self._adjustments.count(rows, token_ids.view(len(batch), width), passes.counts[: len(batch)])
+            self._adjustments.count(repeated, final)
         step.drawn = drawn
 
     @torch.inference_mode()
@@ -182,15 +182,17 @@ class ModelRunner:
     def collect(self, step: LaunchedStep) -> list[Computed]:
         """Wait for the tokens of a sampled step, request by request."""
         assert step.computed is not None, "a step is collected after it was sampled"
-        batch, drafts = step.batch, step.batch.places.width - 1
+        batch, width = step.batch, step.batch.places.width
         found = step.computed.wait()
-        counts = found[:, -1 - drafts].int().tolist()
+        drawn, counted, drafted = found.tensor_split((found.shape[1] - width, found.shape[1] - width + 1), dim=1)
+        counts = counted.flatten().int().tolist()
         self._coordinator.step_over(batch.places, dict(zip(batch.request_ids, counts, strict=True)))
-        drawn = found[:, : -1 - drafts].reshape(len(batch), 1 + drafts, -1)
-        drafted = found[:, -drafts:].int().tolist() if drafts else [[]] * len(batch)
+        final = (torch.arange(width) < counted).flatten()
+        requests = [sampling for sampling, count in zip(batch.sampling, counts, strict=True) for _ in range(count)]
+        tokens = iter(tokens_of(drawn.reshape(len(final), -1)[final], requests))
         return [
-            Computed(tuple(tokens_of(tokens[:count], sampling)), tuple(after))
-            for tokens, count, after, sampling in zip(drawn, counts, drafted, batch.sampling, strict=True)
+            Computed(tuple(islice(tokens, count)), tuple(drafts))
+            for count, drafts in zip(counts, drafted.int().tolist(), strict=True)
         ]
 
     def check_device(self) -> None:
@@ -214,5 +216,4 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.draft(batch, longest, width)
         else:
-            for step in self._passes.draft(batch, longest, width):
-                step.verify()
+            self._passes.draft(batch, longest, width).verify()

@@ -72,15 +72,13 @@ class RandomStream:
         self._first = 0
         self._numbers: list[float] = []
 
-    def numbers(self, index: int, count: int = 1) -> list[float]:
-        """The random numbers in [0, 1) of token `index` and the `count` - 1 after it."""
-        first = index - self._first
-        if first < 0 or first + count > len(self._numbers):
+    def number(self, index: int) -> float:
+        """The random number in [0, 1) of token `index`."""
+        if not 0 <= index - self._first < len(self._numbers):
             # A block has four words; the first of each is used.
             words = np.random.Philox(key=self._seed, counter=index).random_raw(4 * _NUMBERS_AHEAD)[::4]
             self._first, self._numbers = index, ((words >> np.uint64(11)) * 2.0**-53).tolist()
-            first = 0
-        return self._numbers[first : first + count]
+        return self._numbers[index - self._first]
 
 
 class Settings(NamedTuple, Generic[T]):
@@ -195,9 +193,9 @@ _CACHED_LOGITS = 2**17
 """So many at least are chosen from at a time: an operation on few takes as long as one on them."""
 
 
-def tokens_of(drawn: torch.Tensor, sampling: Sampling) -> list[Token | NoToken]:
-    """The tokens of one request that `draw` returned, on the host by now. None follows a NoToken."""
-    return [_token(row, sampling.top_logprobs) for row in drawn.tolist()]
+def tokens_of(drawn: torch.Tensor, requests: Sequence[Sampling]) -> list[Token | NoToken]:
+    """The tokens that `draw` returned, on the host by now. requests: the one of each token."""
+    return [_token(row, sampling.top_logprobs) for row, sampling in zip(drawn.tolist(), requests, strict=True)]
 
 
 def _restrict(scaled: torch.Tensor, threshold: Threshold) -> torch.Tensor:

@@ -113,7 +113,7 @@ class CountingModel:
         """The position that a token selects its successor of."""
         self.step_s = 0.0
 
-    def decode(self, token_ids: torch.Tensor, positions: torch.Tensor, step: DecodeStep) -> torch.Tensor:
+    def decode_hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, step: DecodeStep) -> torch.Tensor:
         if self.error is not None:
             raise self.error
         self.batches.append(len(token_ids))
@@ -123,8 +123,11 @@ class CountingModel:
         newest_selected = positions + (positions == self.violates_at)
         step.swap_in(0, (newest_selected[:, None] - torch.arange(HOT)).clamp(min=-1))
         time.sleep(self.step_s)
-        logits = self.scale * torch.nn.functional.one_hot(token_ids + 1, VOCAB).float()
-        return logits.masked_fill((token_ids == self.overflows_after)[:, None], float("inf"))
+        return token_ids[:, None]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.scale * torch.nn.functional.one_hot(hidden[:, 0] + 1, VOCAB).float()
+        return logits.masked_fill(hidden == self.overflows_after, float("inf"))
 
 
 def no_grammars() -> Vocabulary:
