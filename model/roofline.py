@@ -79,14 +79,16 @@ class RankModel:
         kv_cache_dtype: KVCacheDtype,
         device: torch.device,
         exchange: Exchange = NO_EXCHANGE,
+        drafts: bool = False,
     ) -> "RankModel":
         """The first of `ranks` ranks, in bfloat16. fp8: weights in block-fp8. On the meta device it takes no memory.
+        drafts: with the draft layer.
 
         Raises ValueError for a number of ranks that the experts cannot be divided by.
         """
         weights = RandomWeights(device, torch.bfloat16, BlockFp8(power_of_two=True) if fp8 else None)
-        network = Network.load(weights, sizes, Shard(0, ranks), exchange)
-        spec = sizes.spec(torch.bfloat16, context_length, "random", kv_cache_dtype)
+        network = Network.load(weights, sizes, Shard(0, ranks), exchange, drafts)
+        spec = sizes.spec(torch.bfloat16, context_length, "random", kv_cache_dtype, drafts)
         return cls(network, spec, weights.num_bytes)
 
 
@@ -95,7 +97,8 @@ Works = dict[StepPart, tuple[Work, ...]]
 
 
 def work_of_step(model: RankModel, batch: int, context: int, missed: float, rank_of: int) -> Works:
-    """The work of a step of `batch` requests of `context` tokens. missed: positions per request and index layer.
+    """The work of a step of `batch` requests of `context` tokens, without drafts. missed: positions per request and
+    index layer.
 
     Weights are read once, of routed experts those that random choices of the group's tokens hit, on average; items,
     index keys and scores once.
@@ -105,7 +108,7 @@ def work_of_step(model: RankModel, batch: int, context: int, missed: float, rank
     hit = 1 - (1 - router.top_k / router.experts) ** tokens
     maps = _LayerWork.of(model.network.layers, batch, tokens, hit)
     selected = batch * min(model.config.index_topk, context)
-    swapped_in = spec.num_layers * batch * missed * spec.kv_format.item_bytes
+    swapped_in = len(model.network.layers) * batch * missed * spec.kv_format.item_bytes
     return {
         StepPart.PROJECTIONS: (maps.projections + maps.absorbed, Work(head.nbytes, 2 * batch * head.numel())),
         StepPart.EXPERTS: (maps.experts + maps.router,),
@@ -118,18 +121,22 @@ def work_of_step(model: RankModel, batch: int, context: int, missed: float, rank
 def work_of_chunk(model: RankModel, context: int, chunk: int, rank_of: int) -> Works:
     """The work of the last `chunk` tokens of a prompt of `context` tokens.
 
-    Of the last layer the model computes only what stores its KV. Weights, items, index keys and scores are read once;
-    every token of the group chooses experts at random. A position is scored by the tokens from it on. With experts in
-    fp8 the router runs outside of the experts' part: see `timing.PARTS`.
+    Of the last layer, or of the draft layer if there is one, the model computes only what stores its KV. Weights,
+    items, index keys and scores are read once; every token of the group chooses experts at random. A position is scored
+    by the tokens from it on. With experts in fp8 the router runs outside of the experts' part: see `timing.PARTS`.
     """
     *whole, last = model.network.layers
+    stored = _work_of_map(last.down, chunk)
+    if (draft := model.network.draft) is not None:
+        whole.append(last)
+        stored = _work_of_map(draft.layer.down, chunk) + _work_of_map(Linear(draft.projection), chunk)
     maps = _LayerWork.of(whole, chunk, chunk * rank_of, hit=1.0)
     outside, within = (maps.router, Work()) if maps.experts.in_fp8 else (Work(), maps.router)
     start = context - chunk
     scored = sum(range(start + 1, context + 1))
     selected = sum(min(position + 1, model.config.index_topk) for position in range(start, context))
     return {
-        StepPart.PROJECTIONS: (maps.projections + _work_of_map(last.down, chunk), maps.absorbed + outside),
+        StepPart.PROJECTIONS: (maps.projections + stored, maps.absorbed + outside),
         StepPart.EXPERTS: (maps.experts, within),
         **_work_on_kv(model, whole, context, scored, context, selected),
         StepPart.REST: (),

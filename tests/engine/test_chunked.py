@@ -33,7 +33,8 @@ def chunked(
 
 
 def job(key: str, length: int) -> NamedJob:
-    return NamedJob(torch.arange(length), key)
+    """Of so many tokens that are computed."""
+    return NamedJob(torch.arange(length + 1), key)
 
 
 def compute(prefill: ChunkedPrefill[NamedJob]) -> list[Computed]:
@@ -153,7 +154,7 @@ def test_a_job_that_needs_every_token_computed_reuses_nothing_and_caches_what_it
     prefill = chunked(num_pages=8, page_size=32, chunk_size=100, is_caching=True)
     for name, prompt_logprobs in (("a", None), ("b", 0)):
         each = job(name, 100)
-        each.prompt_logprobs, each.last_token = prompt_logprobs, 1
+        each.prompt_logprobs = prompt_logprobs
         prefill.add(each)
         assert prefill.queued_tokens == 100
         assert compute(prefill) == [(each, 0, 100)]
@@ -165,7 +166,7 @@ def test_a_job_that_needs_every_token_computed_reuses_nothing_and_caches_what_it
 def test_cached_pages_are_given_up_before_a_job_waits() -> None:
     prefill = chunked(num_pages=8, page_size=32, chunk_size=256, is_caching=True)
     for first_token in range(5):
-        each = NamedJob(torch.arange(first_token, first_token + 200), str(first_token))
+        each = NamedJob(torch.arange(first_token, first_token + 201), str(first_token))
         prefill.add(each)
         assert compute(prefill) == [(each, 0, 200)]
         prefill.release(each)

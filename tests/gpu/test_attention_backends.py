@@ -312,7 +312,8 @@ def forced_logits(model: SparseModel, tokens: torch.Tensor, steps: int, chunk: i
     """Logits after each of the last `steps` tokens, behind a prompt that was computed in chunks."""
     cache, prompt = FlatCache(model.spec, len(tokens)), tokens[:-steps]
     for start in range(0, len(prompt), chunk):
-        model.prefill([PrefillChunk(prompt[start : start + chunk], start, len(prompt) + 1, cache)])
+        stop = min(start + chunk, len(prompt))
+        model.prefill([PrefillChunk.of(tokens[: len(prompt) + 1], start, stop, cache)])
     logits: list[torch.Tensor] = []
     for token in tokens[-steps:]:
         cache.length = len(prompt) + len(logits) + 1

@@ -80,8 +80,9 @@ class TieredSession:
             pages = pool.allocate(length)
             assert pages is not None
             cache = PagedSequence(pool, pages)
+            prompt = torch.cat((tokens, tokens[-1:]))
             for start in range(0, length, _CHUNK):
-                self._model.prefill([PrefillChunk(tokens[start : start + _CHUNK], start, length + 1, cache)])
+                self._model.prefill([PrefillChunk.of(prompt, start, min(start + _CHUNK, length), cache)])
             staged = StagedKV(list(pool.kv), list(pool.index_keys), cache.rows(0, length), lambda: None)
             self.coordinator.admit_request_into_staging(request_id, slots, staged, length)
             torch.cuda.synchronize()

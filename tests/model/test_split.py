@@ -12,7 +12,7 @@ from model.shard import Shard
 from model.sparse_model import SparseModel
 from model.split import SplitModel
 
-PROMPTS = [torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(length)) for length in (150, 1, 40)]
+PROMPTS = [torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(length)) for length in (151, 2, 41)]
 STEPS = [[(0, 0, 90)], [(0, 90, 150), (1, 0, 1), (2, 0, 30)], [(2, 30, 31)], [(2, 31, 40)]]
 """Chunks of each step: prompt, start and stop. One has fewer tokens than there are ranks."""
 
@@ -40,10 +40,7 @@ def steps_of(model: SparseModel) -> tuple[PagedPool, list[list[PrefillChunk]]]:
     """An empty pool, and the chunks of all steps, whose KV goes there."""
     pool = PagedPool(model.spec, num_pages=30, page_size=16)
     requests = [PagedRequest(pool, len(prompt)) for prompt in PROMPTS]
-    return pool, [
-        [PrefillChunk(PROMPTS[n][start:stop], start, len(PROMPTS[n]) + 1, requests[n]) for n, start, stop in step]
-        for step in STEPS
-    ]
+    return pool, [[PrefillChunk.of(PROMPTS[n], start, stop, requests[n]) for n, start, stop in step] for step in STEPS]
 
 
 def computed_by(model: SparseModel, on_layer: Callable[[int], None] = lambda _: None) -> PagedPool:
@@ -68,18 +65,20 @@ def in_threads(size: int, work: Callable[[int], None]) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_every_process_has_the_kv_of_all_tokens(model: SparseModel, size: int) -> None:
-    expected = computed_by(model)
+def test_every_process_has_the_kv_of_all_tokens(drafting: SparseModel, size: int) -> None:
+    expected = computed_by(drafting)
     meeting = Meeting(size)
     pools: dict[int, PagedPool] = {}
     layers: list[int] = []
 
     def work(rank: int) -> None:
-        split = SplitModel(model.network, model.spec, model._backend, Shard(rank, size), meeting.gather_of(rank))
+        split = SplitModel(
+            drafting.network, drafting.spec, drafting._backend, Shard(rank, size), meeting.gather_of(rank)
+        )
         pools[rank] = computed_by(split, layers.append if rank == 0 else lambda _: None)
 
     in_threads(size, work)
-    assert layers == list(range(model.spec.num_layers)) * len(STEPS)
+    assert layers == list(range(drafting.spec.num_layers)) * len(STEPS)
     for rank in range(size):
         for mine, theirs in ((pools[rank].kv, expected.kv), (pools[rank].keys, expected.keys)):
             torch.testing.assert_close(
@@ -88,13 +87,15 @@ def test_every_process_has_the_kv_of_all_tokens(model: SparseModel, size: int) -
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_process_has_the_hidden_states_of_all_tokens(model: SparseModel, size: int) -> None:
+def test_every_process_has_the_hidden_states_of_all_tokens(drafting: SparseModel, size: int) -> None:
     """Log probabilities of prompts are computed from them."""
-    expected, meeting = hidden_of(model), Meeting(size)
+    expected, meeting = hidden_of(drafting), Meeting(size)
     found: dict[int, list[torch.Tensor]] = {}
 
     def work(rank: int) -> None:
-        split = SplitModel(model.network, model.spec, model._backend, Shard(rank, size), meeting.gather_of(rank))
+        split = SplitModel(
+            drafting.network, drafting.spec, drafting._backend, Shard(rank, size), meeting.gather_of(rank)
+        )
         found[rank] = hidden_of(split)
 
     in_threads(size, work)

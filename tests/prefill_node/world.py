@@ -26,7 +26,7 @@ from control.messages import (
     PrefillDone,
     PrefillRequest,
 )
-from engine.chunked import ChunkedPrefill, WantedLogprobs, compute_chunks
+from engine.chunked import ChunkedPrefill, compute_chunks
 from kvcache.page_cache import PageCache, can_cache
 from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.passes import PrefillChunk
@@ -78,6 +78,7 @@ def request(**changes: Any) -> PrefillRequest:
     fields: dict[str, Any] = {
         "attempt": R,
         "token_ids": tuple(range(10)),
+        "last_token_id": 10,
         "destination": Destination(identity=IDENTITY, buffers=BUFFERS, sessions=TCP),
         "extents": ((0, 10),),
         "hisparse": True,
@@ -268,10 +269,7 @@ class World(Node):
             worker.step = None
         if isinstance(step, Step) and error is None:
             chunks = [self._chunk(chunk) for chunk in step.chunks]
-            wanted = [
-                None if c.next_ids is None else WantedLogprobs(torch.from_numpy(c.next_ids), c.alternatives)
-                for c in step.chunks
-            ]
+            wanted = [chunk.alternatives for chunk in step.chunks]
             queued = compute_chunks(self.model, chunks, wanted)  # type: ignore[arg-type]
             fields["prompt_logprobs"] = {number: found.wait() for number, found in queued.items()}
         self.executor.report(0, StepEnded(step.number, error, void=void, **fields))
@@ -331,7 +329,8 @@ class World(Node):
 
     def _chunk(self, chunk: StepChunk) -> PrefillChunk:
         pages = PagedSequence(self.pool, chunk.pages)
-        return PrefillChunk(torch.from_numpy(chunk.token_ids), chunk.start, chunk.sequence_length, pages)
+        ids, next_ids = torch.from_numpy(chunk.token_ids), torch.from_numpy(chunk.next_ids)
+        return PrefillChunk(ids, next_ids, chunk.start, chunk.sequence_length, pages)
 
 
 # --- with workers that work ---
