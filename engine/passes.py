@@ -137,7 +137,7 @@ class StepPasses:
                 rows, first, at, at, max_tokens, layers=range(draft_layer, draft_layer + 1), backs_up=False
             )
             entries = torch.arange(batch, device=counts.device)
-            hidden = model.draft(drafts, hidden, last.clamp(min=0), step, entries)
+            hidden = model.draft(drafts, hidden, last.clamp(min=0), step, entries, reuse=True)
             step.finish()
         self.num_drafts[row] = width - 1
         return step
