@@ -321,6 +321,8 @@ class HiSparseCoordinator:
 
     def _grow(self, request: _RunningRequest) -> Tier | None:
         """Make room for its next step. Returns the tier that is short (nothing taken), None if there is room."""
+        if request.num_tokens >= request.limit:
+            raise ValueError(f"the request in row {request.row} has all of the {request.limit} tokens that it may have")
         least = min(request.reached + 1, request.limit)
         wanted = min(request.reached + self._window, request.limit)
         if request.room >= wanted:
