@@ -21,7 +21,7 @@ from kernels.operands import BlockFp8
 from kernels.ops import fp8_unavailable_reason, triton_unavailable_reason
 from kvcache.format import KVCacheDtype
 from model.checkpoint import fingerprint, has_weight, read_json, weight_files
-from model.config import DTYPES, ModelSpec, NetworkConfig, read_config
+from model.config import DTYPES, ModelSpec, read_config
 from model.network import Network
 from model.shard import NO_EXCHANGE, SINGLE_RANK, Exchange, Shard
 from model.sparse_model import SparseModel
@@ -87,7 +87,7 @@ def read_spec(
         )
     files = weight_files(path) if load_format == "auto" else []
     identity = fingerprint(read_json(path / "config.json"), files)
-    drafts = drafts and has_draft_layer(path, config, load_format)
+    drafts = drafts and has_draft_layer(path, load_format)
     spec = config.spec(dtype, context_length, identity, kv_cache_dtype, drafts)
     try:
         _ = spec.kv_format
@@ -96,9 +96,10 @@ def read_spec(
     return spec
 
 
-def has_draft_layer(path: Path, config: NetworkConfig, load_format: LoadFormat = "auto") -> bool:
+def has_draft_layer(path: Path, load_format: LoadFormat = "auto") -> bool:
     """Whether a checkpoint has a multi-token prediction layer. Copies are published whose configuration names one, and
-    which lack its weights."""
+    which lack its weights. Raises StartupError as `read_spec`."""
+    config = read_config(path)
     name = f"model.layers.{len(config.layers)}.eh_proj.weight"
     return config.draft_layers > 0 and (load_format == "dummy" or has_weight(path, name))
 

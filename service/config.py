@@ -54,6 +54,26 @@ class ProcessConfig:
         return self.advertise_host or self.host
 
 
+SpeculativeNumSteps = Literal["auto", "0", "1", "2", "3"]
+_AUTO_DRAFTS = 0
+"""What auto stands for with a checkpoint that can draft. Decode nodes do not draft yet."""
+
+
+def drafts_of(steps: SpeculativeNumSteps, has_draft_layer: bool) -> int:
+    """Tokens that a step drafts at most; 0: the node is without the draft layer.
+
+    has_draft_layer: of the checkpoint. Raises StartupError if it cannot draft and has to.
+    """
+    if steps == "auto":
+        return _AUTO_DRAFTS if has_draft_layer else 0
+    if steps != "0" and not has_draft_layer:
+        raise StartupError(
+            f"--speculative-num-steps {steps}: the checkpoint has no multi-token prediction layer "
+            "(num_nextn_predict_layers in config.json, and its weights); give auto or 0"
+        )
+    return int(steps)
+
+
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig(ProcessConfig):
     """The flags of prefill and decode nodes."""
@@ -84,6 +104,13 @@ class NodeConfig(ProcessConfig):
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "fp8_e4m3"],
         Flag("How KV is stored and sent, the same on all nodes; auto follows --dtype."),
+    ] = "auto"
+    speculative_num_steps: Annotated[
+        SpeculativeNumSteps,
+        Flag(
+            "Tokens that a decode step drafts at most, by the checkpoint's multi-token prediction layer; 0: that layer "
+            "is not loaded. Above 0 on all nodes, or on none."
+        ),
     ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "triton", "torch"],

@@ -58,6 +58,17 @@ def test_a_chunk_is_shared_by_several_requests() -> None:
     assert compute(prefill) == [(b, 2, 5)]
 
 
+def test_a_chunk_knows_the_token_after_each_of_its_own() -> None:
+    prefill = chunked(chunk_size=6)
+    prefill.add(NamedJob(torch.tensor([7, 3, 5, 3, 9, 1, 8, 2]), "a"))
+    prefill.start_waiting()
+    found = []
+    while (step := prefill.plan()) is not None:
+        found += [(chunk.token_ids.tolist(), chunk.next_ids.tolist()) for _, chunk in step.chunks]
+        prefill.complete(step)
+    assert found == [([7, 3, 5, 3, 9, 1], [3, 5, 3, 9, 1, 8]), ([8], [2])]
+
+
 def test_rows_are_as_long_as_the_sequence_with_the_token_that_is_decoded() -> None:
     prefill = chunked()
     prefill.add(job("a", 4))

@@ -48,6 +48,7 @@ IDENTITY = ModelIdentity(
     fingerprint="f00d",
     dtype="torch.float32",
     kv_format="float32",
+    draft_layer=False,
     num_layers=2,
     num_index_layers=2,
     item_bytes=1152,

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from base.errors import StartupError
 from kernels.operands import BlockFp8
-from model.config import network_config, read_config
+from model.config import network_config
 from model.families import FamilyName, ShapeName, published_config
 from model.loader import has_draft_layer, load_model, read_spec
 from model.network import Network
@@ -191,7 +191,7 @@ def test_a_checkpoint_without_the_layer_serves_without_it(checkpoint: Path, tmp_
     else:
         config = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
-    assert not has_draft_layer(path, read_config(path))
+    assert not has_draft_layer(path)
     model = load_model(path, torch.float32, CPU, drafts=True)
     assert (model.spec.draft_layer, model.network.draft, model.spec.num_layers) == (None, None, 5)
 

@@ -4,12 +4,14 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from control.messages import AttemptId, FetchDone, FetchGrant, FetchRefused, FetchRequest, PrefillFailed, Quiesced
+from kvcache.page_cache import PageCache
 from prefill_node.config import FetchPolicy
 from prefill_node.costs import ComputeCost, FetchCosts
 from prefill_node.fetch import WrongGrant, pieces
@@ -46,8 +48,14 @@ class Fetching(LiveWorld):
 
     digested_together = GROUP_POSITIONS
 
-    def __init__(self, fetch_policy: FetchPolicy = "always", world_size: int = 1) -> None:
-        super().__init__(new_cache(48), fetch_policy=fetch_policy, world_size=world_size)
+    def __init__(
+        self,
+        fetch_policy: FetchPolicy = "always",
+        world_size: int = 1,
+        cache: PageCache | None = None,
+        **of_model: Any,
+    ) -> None:
+        super().__init__(cache or new_cache(48), fetch_policy=fetch_policy, world_size=world_size, **of_model)
         self.lend()
 
     def lend(self) -> None:
