@@ -37,7 +37,7 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
         node = at_end.enter_context(described.start(common_to_ranks(config)))
         shell, ranks, model, transports = node.shell, node.ranks, node.model, node.transports
         coordinator = build_tiers(
-            plan_pools(config, hisparse, spec, ranks),
+            plan_pools(config, hisparse, spec, ranks, described.drafts),
             device,
             verify=config.debug_verify_swap_in,
             shareable=transports.share_memory,
@@ -67,6 +67,7 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
             config.max_running_requests,
             spec.context_length,
             record=device.type == "cuda" and not config.disable_cuda_graph,
+            max_drafts=described.drafts,
         )
         # What happens at a first use takes longer than a step may.
         runner.pad(1)

@@ -58,6 +58,11 @@ class Sizes:
         return self.hot_bytes + self.index_bytes + self.table_bytes
 
 
+def step_window(max_drafts: int) -> int:
+    """Positions that a step of a request may write: those of its tokens, and those of the draft layer's entries."""
+    return max(1, 2 * max_drafts)
+
+
 def plan_sizes(
     config: HiSparseConfig,
     layout: KVLayout,

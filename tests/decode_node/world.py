@@ -36,7 +36,7 @@ from engine.grammar.vocabulary import Vocabulary
 from engine.runner import ModelRunner
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
-from hisparse.sizing import Sizes
+from hisparse.sizing import Sizes, step_window
 from hisparse.step import DecodeStep
 from hisparse.tiers import build_tiers
 from kvcache.extents import Extent, HostSlots
@@ -91,7 +91,7 @@ def tiers(
         num_index_pages=400,
         table_bytes=0,
         has_prefix_cache=has_prefix_cache,
-        window=max(1, 2 * max_drafts),
+        window=step_window(max_drafts),
     )
     return build_tiers(sizes, CPU, verify)
 
