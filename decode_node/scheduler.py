@@ -21,7 +21,7 @@ from decode_node.request import Limits, Request, RequestState, RequestTable
 from decode_node.slots import SlotManager
 from decode_node.stepper import Stepper
 from engine.grammar.errors import GrammarViolation
-from engine.runner import ModelRunner
+from engine.runner import Computed, ModelRunner
 from engine.sampling import NoToken
 from hisparse.coordinator import HiSparseCoordinator
 from ranks.group import Ranks
@@ -219,12 +219,21 @@ class Scheduler:
             if request is None:
                 # It ended while the step was in flight.
                 continue
-            request.launched += len(computed.tokens) - 1
-            request.drafts = computed.drafts
+            self._note_drafts(request, computed)
             for token in computed.tokens:
                 if not self._take_token(request, token):
                     break
         return bool(taken)
+
+    def _note_drafts(self, request: Request, computed: Computed) -> None:
+        """Count the drafts that a step verified, and keep those that it made."""
+        if computed.tokens and (drafted := min(len(request.drafts), computed.width - 1)):
+            accepted = len(computed.tokens) - 1
+            self._runner.policy.note_drafts(drafted, accepted)
+            self._metrics.draft_tokens.inc(drafted)
+            self._metrics.accepted_draft_tokens.inc(accepted)
+        request.launched += len(computed.tokens) - 1
+        request.drafts = computed.drafts
 
     def _take_token(self, request: Request, token: Token | NoToken) -> bool:
         """Stream a request's next token. Whether it goes on."""

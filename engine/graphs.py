@@ -44,8 +44,14 @@ class StepGraphs:
     Entries that a batch does not fill are padding. All graphs share one pool of memory, since only one runs at a time.
     """
 
-    def __init__(self, passes: StepPasses, max_running: int, context_length: int) -> None:
-        """Raises StartupError if a pass cannot be recorded."""
+    def __init__(
+        self,
+        passes: StepPasses,
+        max_running: int,
+        context_length: int,
+        widths: Callable[[int], tuple[int, ...]],
+    ) -> None:
+        """widths: of steps, by the size of the batch. Raises StartupError if a pass cannot be recorded."""
         self._passes = passes
         self._batches = batch_ladder(max_running)
         self._contexts = context_ladder(context_length)
@@ -55,9 +61,10 @@ class StepGraphs:
         free, _ = torch.cuda.mem_get_info(device)
         # The largest first: the others find their memory in what it leaves.
         sizes = [
-            _Size(batch, context, passes.max_width)
+            _Size(batch, context, width)
             for context in reversed(self._contexts)
             for batch in reversed(self._batches)
+            for width in reversed(widths(batch))
         ]
         for size in sizes:
             self._record(size, of=len(sizes))
@@ -93,7 +100,7 @@ class StepGraphs:
         passes = self._passes
         try:
             recordings = [self._recording(lambda: passes.verify(*size))]
-            if passes.max_width > 1:
+            if passes.drafts:
                 recordings.append(self._recording(lambda: passes.draft(*size)))
         except RuntimeError as error:
             raise StartupError(

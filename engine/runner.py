@@ -12,6 +12,7 @@ import torch
 from control.messages import Sampling, Token
 from engine.adjustments import Ban, LogitAdjustments
 from engine.device import Download, check_device
+from engine.draft_policy import DraftPolicy, StepSize
 from engine.graphs import StepGraphs
 from engine.passes import StepPasses
 from engine.sampling import NoToken, SamplingNeeds, Settings, draw, settings_of, tokens_of
@@ -52,16 +53,22 @@ class LaunchedStep:
     drawn: torch.Tensor | None = None
     computed: Download | None = None
 
+    @property
+    def size(self) -> StepSize:
+        """What decides how long it takes."""
+        return StepSize(self.padded, self.batch.places.width)
+
 
 @dataclass(frozen=True)
 class Computed:
-    """What a step gave a request: its next tokens, and drafts of those after them.
+    """What a step gave a request: its next tokens, at most `width`, and drafts of those after them.
 
     After a NoToken there is none. There may be no token at all, if the step came to the end of what the request may
     get.
     """
 
     tokens: tuple[Token | NoToken, ...]
+    width: int
     drafts: tuple[int, ...] = ()
 
 
@@ -85,22 +92,18 @@ class ModelRunner:
         max_running: int,
         context_length: int,
         record: bool,
-        max_drafts: int = 0,
+        policy: DraftPolicy | None = None,
     ) -> None:
-        """record: replay recorded steps (CUDA graphs). max_drafts: of each request in a step. Raises StartupError where
-        steps cannot be recorded."""
+        """record: replay recorded steps (CUDA graphs). policy: which widths steps have; None for a model that does not
+        draft. Raises StartupError where steps cannot be recorded."""
         device = model.device
         self._model = model
         self._coordinator = coordinator
-        self._passes = StepPasses(model, coordinator, max_running, max_drafts)
+        self.policy = policy or DraftPolicy(0)
+        self._passes = StepPasses(model, coordinator, max_running, self.policy.max_width - 1)
         self._settings = torch.zeros((max_running, len(Settings._fields)), dtype=torch.float64, device=device)
         self._adjustments = LogitAdjustments(max_running, model.spec.vocab_size, device)
-        self._graphs = StepGraphs(self._passes, max_running, context_length) if record else None
-
-    @property
-    def width(self) -> int:
-        """Tokens of each request that a step computes at most."""
-        return self._passes.max_width
+        self._graphs = StepGraphs(self._passes, max_running, context_length, self.policy.widths) if record else None
 
     def close(self) -> None:
         """Give the recorded steps back. No step follows."""
@@ -130,11 +133,11 @@ class ModelRunner:
         return LaunchedStep(batch, self._passes.logits[: len(batch) * places.width], padded)
 
     @torch.inference_mode()
-    def pad(self, padded: int) -> None:
+    def pad(self, size: StepSize) -> None:
         """Queue the passes of a step of padding only, for a rank without requests."""
         self._passes.inputs.fill_(-1)
-        self._verify(padded, 1, self.width)
-        self._draft(padded, 1, self.width)
+        self._verify(size.batch, 1, size.width)
+        self._draft(size.batch, 1, size.width)
 
     @torch.inference_mode()
     def sample(
@@ -191,7 +194,7 @@ class ModelRunner:
         requests = [sampling for sampling, count in zip(batch.sampling, counts, strict=True) for _ in range(count)]
         tokens = iter(tokens_of(drawn.reshape(len(final), -1)[final], requests))
         return [
-            Computed(tuple(islice(tokens, count)), tuple(drafts))
+            Computed(tuple(islice(tokens, count)), width, tuple(drafts))
             for count, drafts in zip(counts, drafted.int().tolist(), strict=True)
         ]
 

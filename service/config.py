@@ -55,8 +55,8 @@ class ProcessConfig:
 
 
 SpeculativeNumSteps = Literal["auto", "0", "1", "2", "3"]
-_AUTO_DRAFTS = 0
-"""What auto stands for with a checkpoint that can draft. Decode nodes do not draft yet."""
+MOST_DRAFTS = 3
+"""Of a step. A block's shared memory has no room for the selections of more queries."""
 
 
 def drafts_of(steps: SpeculativeNumSteps, has_draft_layer: bool) -> int:
@@ -65,7 +65,7 @@ def drafts_of(steps: SpeculativeNumSteps, has_draft_layer: bool) -> int:
     has_draft_layer: of the checkpoint. Raises StartupError if it cannot draft and has to.
     """
     if steps == "auto":
-        return _AUTO_DRAFTS if has_draft_layer else 0
+        return MOST_DRAFTS if has_draft_layer else 0
     if steps != "0" and not has_draft_layer:
         raise StartupError(
             f"--speculative-num-steps {steps}: the checkpoint has no multi-token prediction layer "

@@ -31,6 +31,7 @@ from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Limits, RequestState
 from decode_node.scheduler import Scheduler
 from decode_node.verifier import ChecksumTask
+from engine.draft_policy import DraftPolicy
 from engine.grammar.errors import UnsupportedTokenizer
 from engine.grammar.vocabulary import Vocabulary
 from engine.runner import ModelRunner
@@ -187,6 +188,7 @@ class World:
     metrics: Metrics = field(default_factory=Metrics)
     caching: bool = False
     max_drafts: int = 0
+    policy: DraftPolicy | None = None
     lingering: bool = False
     """Whether the prefill node had something cut and posted again."""
     answers: dict[str, list[int]] = field(default_factory=dict)
@@ -221,7 +223,7 @@ class World:
             self.max_running,
             1000,
             record=False,
-            max_drafts=self.max_drafts,
+            policy=self.policy or DraftPolicy(self.max_drafts),
         )
         self.grammars = Grammars(self.vocabulary, self.max_running, pinned=False, wake=self.grammar_done.set)
         self.scheduler = Scheduler(
