@@ -25,7 +25,9 @@ from transfer.transports import Transports
 log = structlog.get_logger(__name__)
 
 
-def plan_pools(config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec, ranks: Ranks, max_drafts: int) -> Sizes:
+def plan_pools(
+    config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec, ranks: Ranks, max_drafts: int = 0
+) -> Sizes:
     """Size the tiers and log the sizes. Ranks divide the memory of their host, before any has taken some for pools.
 
     Raises StartupError if the pools do not fit, those of the host's other ranks included.
