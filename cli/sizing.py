@@ -141,7 +141,8 @@ class NodeSizing:
     def step(self) -> Works:
         """The work of a decode step with all requests running."""
         c = self.config
-        return work_of_step(self.model, self.running, c.context_length, min(c.new_positions, c.context_length), c.ranks)
+        missed = min(c.new_positions, c.context_length)
+        return work_of_step(self.model, self.running, c.context_length, missed, self.running * c.ranks)
 
     def limit_ms(self, works: Works, part: StepPart) -> float:
         return sum(work.ms(self.config.link_gb_per_s) for work in works.get(part, ()))

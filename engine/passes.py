@@ -62,7 +62,8 @@ class StepPasses:
         wanted = torch.minimum(ends - newest, self.num_drafts[row] + 1)
         counts = torch.where(rows >= 0, wanted.clamp(0, width), 0)
         stored, queries = Span(newest, counts, width), Span(newest, counts.clone(), width)
-        layers = range(self.model.spec.draft_layer) if self.drafts else None
+        # All but the draft layer, which is the last.
+        layers = range(self.model.spec.num_layers - 1) if self.drafts else None
         step = self._coordinator.cache(
             rows, newest, queries, stored, max_tokens, layers=layers, backs_up=not self.drafts
         )

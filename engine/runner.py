@@ -100,10 +100,10 @@ class ModelRunner:
         self._model = model
         self._coordinator = coordinator
         self.policy = policy or DraftPolicy(0)
-        self._passes = StepPasses(model, coordinator, max_running, self.policy.max_width - 1)
+        self.passes = StepPasses(model, coordinator, max_running, self.policy.max_width - 1)
         self._settings = torch.zeros((max_running, len(Settings._fields)), dtype=torch.float64, device=device)
         self._adjustments = LogitAdjustments(max_running, model.spec.vocab_size, device)
-        self._graphs = StepGraphs(self._passes, max_running, context_length, self.policy.widths) if record else None
+        self._graphs = StepGraphs(self.passes, max_running, context_length, self.policy.widths) if record else None
 
     def close(self) -> None:
         """Give the recorded steps back. No step follows."""
@@ -112,9 +112,9 @@ class ModelRunner:
 
     def admit(self, request_id: str, prompt_ids: Sequence[int], generated: Sequence[int], sampling: Sampling) -> None:
         """Set up the row of a request that was just admitted. The newest of its tokens is computed next."""
-        row, passes = self._coordinator.row(request_id), self._passes
+        row, passes = self._coordinator.row(request_id), self.passes
         upload([generated[-1] if generated else prompt_ids[-1]], passes.tokens[row, :1])
-        upload([len(prompt_ids) + len(generated) - 1], passes.positions[row : row + 1])
+        upload([self._coordinator.num_tokens(request_id)], passes.positions[row : row + 1])
         passes.num_drafts[row] = 0
         upload(np.array(settings_of(sampling, self._model.spec.vocab_size)), self._settings[row])
         self._adjustments.admit(row, sampling, prompt_ids, generated)
@@ -126,16 +126,16 @@ class ModelRunner:
         padded: size of the step, padding included; default: that of the batch.
         """
         places, padded = batch.places, padded or len(batch)
-        inputs = np.full(self._passes.inputs.shape, -1, dtype=np.int64)
+        inputs = np.full(self.passes.inputs.shape, -1, dtype=np.int64)
         inputs[:, : len(batch)] = places.rows, places.ends
-        upload(inputs, self._passes.inputs)
+        upload(inputs, self.passes.inputs)
         self._verify(padded, places.longest, places.width)
-        return LaunchedStep(batch, self._passes.logits[: len(batch) * places.width], padded)
+        return LaunchedStep(batch, self.passes.logits[: len(batch) * places.width], padded)
 
     @torch.inference_mode()
     def pad(self, size: StepSize) -> None:
         """Queue the passes of a step of padding only, for a rank without requests."""
-        self._passes.inputs.fill_(-1)
+        self.passes.inputs.fill_(-1)
         self._verify(size.batch, 1, size.width)
         self._draft(size.batch, 1, size.width)
 
@@ -154,7 +154,7 @@ class ModelRunner:
         memory for a CUDA device; None: all tokens. They may change after `collect`. Entry b * width + j is of token j
         of request b.
         """
-        batch, width, passes = step.batch, step.batch.places.width, self._passes
+        batch, width, passes = step.batch, step.batch.places.width, self.passes
         rows = passes.inputs[0, : len(batch)]
         drafts = passes.tokens[rows, 1:width]
         repeated = rows.repeat_interleave(width)
@@ -173,7 +173,7 @@ class ModelRunner:
 
         False if the step was not sampled: then it only computes what other ranks of a group compute with it.
         """
-        batch, width, passes = step.batch, step.batch.places.width, self._passes
+        batch, width, passes = step.batch, step.batch.places.width, self.passes
         self._draft(step.padded, batch.places.longest, width)
         if step.drawn is None:
             return False
@@ -211,12 +211,12 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.verify(batch, longest, width)
         else:
-            self._passes.verify(batch, longest, width).verify()
+            self.passes.verify(batch, longest, width).verify()
 
     def _draft(self, batch: int, longest: int, width: int) -> None:
-        if not self._passes.drafts:
+        if not self.passes.drafts:
             return
         if self._graphs is not None:
             self._graphs.draft(batch, longest, width)
         else:
-            self._passes.draft(batch, longest, width).verify()
+            self.passes.draft(batch, longest, width).verify()

@@ -219,10 +219,11 @@ class HiSparseCoordinator:
 
         counts: how many tokens the step gave each request; None if it was given up, and its requests end.
         """
-        for request_id, most in zip(counts or (), places.most.tolist(), strict=counts is not None):
-            if (request := self._running.get(request_id)) is not None:
-                request.unread -= most
-                request.num_tokens += counts[request_id]
+        if counts is not None:
+            for (request_id, count), most in zip(counts.items(), places.most.tolist(), strict=True):
+                if (request := self._running.get(request_id)) is not None:
+                    request.unread -= most
+                    request.num_tokens += count
         self._over = max(self._over, places.number)
         while self._releasing and self._releasing[0][0] <= places.number:
             self.host.release(self._releasing.popleft()[1])
@@ -254,6 +255,10 @@ class HiSparseCoordinator:
     def row(self, request_id: str) -> int:
         """The row of a running request in the device tables."""
         return self._request(request_id).row
+
+    def num_tokens(self, request_id: str) -> int:
+        """How many tokens of a running request have KV on the host, by the steps that were read."""
+        return self._request(request_id).num_tokens
 
     # Watching
 

@@ -96,26 +96,48 @@ Works = dict[StepPart, tuple[Work, ...]]
 """What a part does one after the other."""
 
 
-def work_of_step(model: RankModel, batch: int, context: int, missed: float, rank_of: int) -> Works:
-    """The work of a step of `batch` requests of `context` tokens, without drafts. missed: positions per request and
-    index layer.
+def work_of_step(
+    model: RankModel, batch: int, context: int, missed: float, requests_in_group: int, drafts: int = 0
+) -> Works:
+    """The work of a step of `batch` requests of `context` tokens. missed: positions per token and index layer. drafts:
+    of each request, that the step verifies and makes.
 
-    Weights are read once, of routed experts those that random choices of the group's tokens hit, on average; items,
-    index keys and scores once.
+    Weights are read once, of routed experts those that random choices of the group's tokens hit, on average; items of
+    a request that several tokens select, index keys and scores once. Each draft reads the head once more.
     """
-    spec, router, head = model.spec, model.config.router, model.network.head
-    tokens = batch * rank_of
-    hit = 1 - (1 - router.top_k / router.experts) ** tokens
-    maps = _LayerWork.of(model.network.layers, batch, tokens, hit)
-    selected = batch * min(model.config.index_topk, context)
-    swapped_in = len(model.network.layers) * batch * missed * spec.kv_format.item_bytes
+    spec, width = model.spec, 1 + drafts
+    layers = model.network.layers
+    maps = _maps_of(model, layers, batch * width, requests_in_group * width)
+    selected = min(model.config.index_topk, context)
+    items = batch * (selected + drafts * min(missed, selected))
+    on_kv = _work_on_kv(model, layers, batch * context, batch * width * context, items, batch * width * selected)
+    fetched = (len(layers) * width + (drafts > 0)) * batch * missed * spec.kv_format.item_bytes
+    head = model.network.head
+    projections = [maps.projections + maps.absorbed, Work(head.nbytes, 2 * batch * width * head.numel())]
+    experts = [maps.experts + maps.router]
+    if (draft := model.network.draft) is not None:
+        of_one = _maps_of(model, (draft.layer,), batch, requests_in_group)
+        projections.append(_work_of_map(Linear(draft.projection), batch * width))
+        for _ in range(drafts):
+            projections += [of_one.projections + of_one.absorbed, Work(head.nbytes, 2 * batch * head.numel())]
+            experts.append(of_one.experts + of_one.router)
+        of_draft = _work_on_kv(
+            model, (draft.layer,), batch * context, batch * context, batch * selected, batch * selected
+        )
+        on_kv = {part: works + of_draft[part] * drafts for part, works in on_kv.items()}
     return {
-        StepPart.PROJECTIONS: (maps.projections + maps.absorbed, Work(head.nbytes, 2 * batch * head.numel())),
-        StepPart.EXPERTS: (maps.experts + maps.router,),
-        **_work_on_kv(model, model.network.layers, batch * context, batch * context, selected, selected),
-        StepPart.SWAP_IN: (Work(link_bytes=swapped_in),),
+        StepPart.PROJECTIONS: tuple(projections),
+        StepPart.EXPERTS: tuple(experts),
+        **on_kv,
+        StepPart.SWAP_IN: (Work(link_bytes=fetched),),
         StepPart.REST: (),
     }
+
+
+def _maps_of(model: RankModel, layers: Sequence[Layer], tokens: int, group_tokens: int) -> "_LayerWork":
+    """Of layers whose experts are those that random choices of the group's tokens hit."""
+    router = model.config.router
+    return _LayerWork.of(layers, tokens, group_tokens, hit=1 - (1 - router.top_k / router.experts) ** group_tokens)
 
 
 def work_of_chunk(model: RankModel, context: int, chunk: int, rank_of: int) -> Works:
@@ -182,7 +204,9 @@ class _LayerWork:
         return cls(projections, absorbed, experts, router)
 
 
-def _work_on_kv(model: RankModel, layers: Sequence[Layer], keys: int, scored: int, items: int, selected: int) -> Works:
+def _work_on_kv(
+    model: RankModel, layers: Sequence[Layer], keys: int, scored: int, items: float, selected: int
+) -> Works:
     """The work of indexers and attention. In each layer: index keys and items that are read, and pairs of a query and a
     position that is scored or attended to."""
     config, spec = model.config, model.spec

@@ -114,7 +114,7 @@ class CountingModel:
 
     def __init__(self, guesses: Callable[[int], int] = lambda token_id: token_id + 1) -> None:
         """guesses: the draft of the token after one, of a node that drafts."""
-        self.spec = SimpleNamespace(vocab_size=VOCAB, draft_layer=1)
+        self.spec = SimpleNamespace(vocab_size=VOCAB, num_layers=2, draft_layer=1)
         self.guesses = guesses
         self.batches: list[int] = []
         self.error: Exception | None = None
