@@ -5,14 +5,12 @@ The formats that have blocks differ in how they write them, not in where they be
 
 from abc import ABC
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from gateway.answers.streamed import CHARACTER_BYTES, StreamedAnswer
 from gateway.attempt import Delta
 from gateway.formats.parsing import CallArguments, CallBegin, CallEnd, ContentDelta, Event, ReasoningDelta
-from gateway.held_answers import HeldBytes
-from gateway.preparer import ChatReading, PreparedRequest
-from gateway.tokenizer import CheckpointTokenizer
+from gateway.preparer import ChatReading
 
 
 @dataclass
@@ -31,28 +29,12 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A block begins. Nothing of its text is there yet."""
+class Change:
+    """A block opens without text, has more text, or ends, complete or not."""
 
+    kind: Literal["opened", "grew", "closed"]
     block: Block
-
-
-@dataclass(frozen=True)
-class Grew:
-    """A block has more text."""
-
-    block: Block
-    text: str
-
-
-@dataclass(frozen=True)
-class Closed:
-    """A block has ended, complete or not."""
-
-    block: Block
-
-
-Change: TypeAlias = Opened | Grew | Closed
+    text: str = ""
 
 
 @dataclass
@@ -127,20 +109,20 @@ class BlockReader:
             self._begin(Block(kind, len(self.blocks)), changes)
         assert self._open is not None
         self._open.text += text
-        changes.append(Grew(self._open, text))
+        changes.append(Change("grew", self._open, text))
 
     def _begin(self, block: Block, changes: list[Change]) -> None:
         self._close(changes)
         self._space = ""
         self._open = block
         self.blocks.append(block)
-        changes.append(Opened(block))
+        changes.append(Change("opened", block))
 
     def _close(self, changes: list[Change], ended: bool = True) -> None:
         """End the open block, if there is one. ended: the model ended it, unless it is a call."""
         if self._open is not None:
             self._open.complete |= ended and self._open.kind != "call"
-            changes.append(Closed(self._open))
+            changes.append(Change("closed", self._open))
             self._open = None
 
 
@@ -149,21 +131,19 @@ class BlockAnswer(StreamedAnswer, ABC):
 
     named = True
 
-    def __init__(self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: HeldBytes) -> None:
-        super().__init__(prepared, model, tokenizer, held)
-        assert prepared.reading is not None
-        self._reading = prepared.reading
+    def __post_init__(self) -> None:
         self._restart(whole=False)
 
     def _restart(self, whole: bool) -> None:
         """Forget what came of the answer."""
-        self._reader = BlockReader(self._reading, whole)
+        assert self.prepared.reading is not None
+        self._reader = BlockReader(self.prepared.reading, whole)
         self._output_tokens = 0
         self.kept_bytes = 0
 
     def keep(self, index: int, delta: Delta) -> None:
         if delta.first:
-            self._held.give(self.kept_bytes)
+            self.held.give(self.kept_bytes)
             self._restart(whole=True)
         self._count(CHARACTER_BYTES * len(delta.text))
         for change in self._push(delta):
@@ -175,7 +155,7 @@ class BlockAnswer(StreamedAnswer, ABC):
     def _count(self, size: int) -> None:
         """Count bytes that are kept from now on. Raises ApiError if that is too much."""
         self.kept_bytes += size
-        self._held.take(size)
+        self.held.take(size)
 
     def _push(self, delta: Delta) -> list[Change]:
         self._output_tokens += len(delta.tokens)

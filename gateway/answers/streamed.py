@@ -8,6 +8,7 @@ import json
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, get_args
 
@@ -72,22 +73,26 @@ class Column(Generic[_T]):
             self._json += memoryview(elements)[1:]
 
 
+@dataclass(eq=False)
 class StreamedAnswer(ABC):
-    """Renders the answers to one request, whole or in events. Each delta must be passed once, in order."""
+    """Renders the answers to one request, whole or in events. Each delta must be passed once, in order.
+
+    held: counts what is kept of the answers.
+    """
 
     named: ClassVar[bool] = False
     """Each event says its type in a line of its own, too."""
     last_line: ClassVar[bytes] = b""
     """What ends a stream."""
-    kept_bytes: int = 0
+    prepared: PreparedRequest
+    model: str
+    tokenizer: CheckpointTokenizer
+    held: HeldBytes
+    kept_bytes: int = field(default=0, init=False)
     """What a stream repeats later on, perhaps in one event."""
 
-    def __init__(self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: HeldBytes) -> None:
-        """held: counts what is kept of the answers."""
-        self._prepared = prepared
-        self._model = model
-        self._tokenizer = tokenizer
-        self._held = held
+    @abstractmethod
+    def __post_init__(self) -> None: ...
 
     @abstractmethod
     def keep(self, index: int, delta: Delta) -> None:
