@@ -16,15 +16,7 @@ import structlog
 
 from control.messages import Accepted, Cancel, Ended, Output, Outputs, Peer, Rejected, Resend
 from control.plane import ControlPlane
-from gateway.attempt import (
-    Attempt,
-    Delta,
-    DeltaSink,
-    NodeFailed,
-    PendingGenerate,
-    PendingGroup,
-    TokenizedRequest,
-)
+from gateway.attempt import Attempt, Delta, DeltaSink, NodeFailed, PendingGenerate, PendingGroup, TokenizedRequest
 from gateway.errors import ApiError, context_length_exceeded, timed_out, unavailable
 from gateway.held_answers import HeldBytes
 from gateway.registry import SILENT_AFTER_S, NodeRegistry
@@ -160,8 +152,10 @@ class DecodeClient:
 
         failures, cached: by boot id, why a node failed it, and how many tokens of its prompt a node has.
         """
-        node = self._node_of_group(request, failures)
-        node = node or self._registry.pick_decode(request.tokens, failures.keys(), now, cached)
+        # A node that generates other choices of the same prompt comes first.
+        others = self._groups.get(request.group, {}).values()
+        nodes = (other.node for other in others if other.node.boot_id not in failures and other.failure is None)
+        node = next(nodes, None) or self._registry.pick_decode(request.tokens, failures.keys(), now, cached)
         if self._closed:
             raise unavailable("the gateway is shutting down")
         if node is None:
@@ -218,13 +212,6 @@ class DecodeClient:
             if prefill_nodes:
                 to_compute = prompt_tokens - group_pending.cached.get(prefill_nodes[0].boot_id, 0)
                 self._registry.assign(prefill_nodes[0], to_compute)
-
-    def _node_of_group(self, request: TokenizedRequest, failures: Mapping[str, NodeFailed]) -> Peer | None:
-        """The node that generates other choices of the same prompt, unless it has failed this one."""
-        for attempt in self._groups.get(request.group, {}).values():
-            if attempt.node.boot_id not in failures and attempt.failure is None:
-                return attempt.node
-        return None
 
     def _end(self, attempt: Attempt) -> None:
         """The one way in which an attempt ends."""

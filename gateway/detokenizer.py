@@ -178,9 +178,8 @@ class StopMatcher:
         if self.stop is not None:
             return ""
         self._held += text
-        if not ends:
-            return self._release(self._start_of_candidate())
-        found = [(start + len(stop), start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        stops = self._stops if ends else ()
+        found = [(start + len(stop), start, stop) for stop in stops if (start := self._held.find(stop)) >= 0]
         if found:
             end, start, self.stop = min(found)
             released, self._held = self._held[: end if self._includes_stop else start], ""

@@ -38,11 +38,8 @@ class HeldAnswers:
         if account.error is not None:
             self._leaving += size
 
-    def take(self, account: "HeldBytes", size: int) -> ApiError | None:
-        """Count bytes. End this request if it holds too much, and the largest if all together do.
-
-        Returns why this request ends, if it does; then the bytes do not count.
-        """
+    def take(self, account: "HeldBytes", size: int) -> None:
+        """Count bytes, unless this request ends: if it holds too much, or as the largest if all together do."""
         self.add(account, size)
         if account.held > self._per_request:
             text = (
@@ -56,10 +53,8 @@ class HeldAnswers:
             self._end(max(self._open, key=lambda each: each.held), "too_many_bytes", error)
         if account.error is not None:
             self.add(account, -size)
-        return account.error
 
     def close(self, account: "HeldBytes") -> None:
-        """Forget a request."""
         self.add(account, -account.held)
         self._open.discard(account)
 
@@ -87,9 +82,10 @@ class HeldBytes:
 
     def take(self, size: int) -> None:
         """Count bytes that are held from now on. Raises ApiError, and counts none, if the request is to end."""
-        error = self.error or self._all.take(self, size)
-        if error is not None:
-            raise error
+        if self.error is None:
+            self._all.take(self, size)
+        if self.error is not None:
+            raise self.error
 
     def give(self, size: int) -> None:
         """Count bytes no longer."""

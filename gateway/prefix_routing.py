@@ -6,8 +6,9 @@ a whole one when the acknowledged serial shows that one was missed. So the index
 either side, and applying an update twice is applying it once.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from base.block_hashes import BLOCK_TOKENS, BlockHashes
 from control.messages import CacheUpdate
@@ -73,7 +74,7 @@ class PrefixIndex:
         names = hashes.tolist()
         found = {}
         for boot_id, node in self._nodes.items():
-            blocks = _leading(names, node.known)
+            blocks = sum(1 for _ in takewhile(node.known.__contains__, names))
             self._use(node, names[:blocks])
             found[boot_id] = blocks * BLOCK_TOKENS
         return found
@@ -86,16 +87,6 @@ class PrefixIndex:
             known[name] = None
         while len(known) > self._max_blocks:
             del known[next(iter(known))]
-
-
-def _leading(names: Iterable[int], known: dict[int, None]) -> int:
-    """How many of `names`, from the first on, are known."""
-    count = 0
-    for name in names:
-        if name not in known:
-            break
-        count += 1
-    return count
 
 
 def ranked(nodes: Sequence[str], cached: Mapping[str, int], load: Mapping[str, int]) -> list[str]:

@@ -116,7 +116,9 @@ class Preparer:
         self.tokenizer = tokenizer
         self._chat_format = chat_format
         markers = frozenset() if chat_format is None else chat_format.markers
-        self._skipped_in_chats = tokenizer.special_ids - tokenizer.special_ids_of(markers)
+        self._skipped_in_chats = tokenizer.special_ids - {
+            token_id for text, token_id in tokenizer.added_ids.items() if text in markers
+        }
         """Special tokens that are no part of an answer's text; the parsers of chats look for the others."""
         self._block_hasher = block_hasher
 

@@ -1,7 +1,7 @@
 """Answers as server-sent events, and what becomes of an answer when its client leaves."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import structlog
@@ -51,23 +51,21 @@ class EventStream(StreamingResponse):
         self._answer = answer
         self._deltas = deltas
         self._sink = sink
-        self._chunks: ChunkWriter | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._chunks = scope.get("chunks")
         try:
             # Starlette's own way through a task group takes several times as long.
-            await _unless_client_leaves(receive, self.stream_response(send))
+            await _unless_client_leaves(receive, self._stream(scope.get("chunks"), send))
         finally:
             await self._events.aclose()
             await self._deltas.aclose()
 
-    async def stream_response(self, send: Send) -> None:
+    async def _stream(self, chunks: ChunkWriter | None, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        if self._chunks is not None and self._chunks.open:
-            self._sink.take = _DirectWriter(self._answer, self._chunks).take
+        if chunks is not None and chunks.open:
+            self._sink.take = _direct_writer(self._answer, chunks)
             async for lines in self._events:
-                await self._chunks.write(lines)
+                await chunks.write(lines)
         else:
             async for lines in self._events:
                 await send({"type": "http.response.body", "body": lines, "more_body": True})
@@ -112,23 +110,19 @@ class WholeAnswer(Response):
             await send({"type": "http.response.body", "body": self.body[start:stop], "more_body": more})
 
 
-class _DirectWriter:
-    """Writes deltas of the only answer of a request: what a DeltaSink takes."""
+def _direct_writer(answer: StreamedAnswer, chunks: ChunkWriter) -> Callable[[Delta], bool]:
+    """What a DeltaSink takes deltas of the only answer of a request with."""
 
-    __slots__ = ("_answer", "_chunks")
-
-    def __init__(self, answer: StreamedAnswer, chunks: ChunkWriter) -> None:
-        self._answer = answer
-        self._chunks = chunks
-
-    def take(self, delta: Delta) -> bool:
+    def take(delta: Delta) -> bool:
         """Write a delta, and return true, unless it ends the answer, may take long, or the client is slow."""
-        if delta.finish_reason is not None or delta.prompt is not None or self._chunks.paused:
+        if delta.finish_reason is not None or delta.prompt is not None or chunks.paused:
             return False
-        if self._answer.kept_bytes > LARGE_BYTES:
+        if answer.kept_bytes > LARGE_BYTES:
             return False
-        self._chunks.write_soon(self._answer.encode_delta(0, delta))
+        chunks.write_soon(answer.encode_delta(0, delta))
         return True
+
+    return take
 
 
 async def _events(

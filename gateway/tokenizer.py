@@ -50,8 +50,9 @@ class CheckpointTokenizer:
         self._reserved_variables = {"messages", *signature(self._tokenizer.apply_chat_template).parameters}
         self._reserved_variables |= self._tokenizer.special_tokens_map.keys()
         self._token_bytes = TokenBytes(self._backend)
-        self._bytes_of = self._token_bytes.of
-        """One object for the detokenizers of all streams, which stays in the processor's cache."""
+        self.piece_bytes = self._token_bytes.of
+        """The bytes of one token, which may be part of a character. Together the tokens' bytes are the text. One object
+        for the detokenizers of all streams, which stays in the processor's cache."""
         self._pieces: dict[int, str] = {}
         """Tokens decoded alone: those that were asked for, at most the vocabulary."""
         added = self._tokenizer.added_tokens_decoder
@@ -110,10 +111,6 @@ class CheckpointTokenizer:
             return found.get("tool_use") or found.get("default")
         return found or None
 
-    def special_ids_of(self, texts: Collection[str]) -> frozenset[int]:
-        """Of the special tokens those with these texts."""
-        return frozenset(i for i in self.special_ids if self._tokenizer.convert_ids_to_tokens(i) in texts)
-
     def knows(self, token_id: int) -> bool:
         """Whether the id stands for anything: vocabularies may be padded."""
         return self._backend.id_to_token(token_id) is not None
@@ -131,14 +128,10 @@ class CheckpointTokenizer:
                 self._pieces[token_id] = known
         return known
 
-    def piece_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token, which may be part of a character. Together the tokens' bytes are the text."""
-        return self._bytes_of(token_id)
-
     def detokenizer(self, skipped: Collection[int]) -> ByteDetokenizer | WindowDetokenizer:
         """What makes one text of tokens as they arrive. skipped: ids that are not part of it."""
         if self._token_bytes.make_text:
-            return ByteDetokenizer(self._bytes_of, skipped)
+            return ByteDetokenizer(self.piece_bytes, skipped)
         return WindowDetokenizer(self.decode, lambda token_id: token_id in skipped or not self.knows(token_id))
 
 

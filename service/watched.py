@@ -65,10 +65,9 @@ def server_tls(certfile: Path | None, keyfile: Path | None) -> WatchedFiles[ssl.
     """
     if certfile is None and keyfile is None:
         return None
-    if certfile is None:
-        raise StartupError("--ssl-keyfile without --ssl-certfile: TLS needs a certificate and its private key")
-    if keyfile is None:
-        raise StartupError("--ssl-certfile without --ssl-keyfile: TLS needs a certificate and its private key")
+    if certfile is None or keyfile is None:
+        given, missing = ("keyfile", "certfile") if certfile is None else ("certfile", "keyfile")
+        raise StartupError(f"--ssl-{given} without --ssl-{missing}: TLS needs a certificate and its private key")
     return WatchedFiles((certfile, keyfile), lambda: _context(certfile, keyfile))
 
 

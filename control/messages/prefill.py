@@ -54,13 +54,9 @@ class PrefillRequest(Message, sent_by=DECODE):
     ranks: Annotated[tuple[Identifier, ...], Field(max_length=MAX_RANKS)] = ()
 
     @model_validator(mode="after")
-    def _last_token_is_named(self) -> Self:
+    def _fields_fit_together(self) -> Self:
         if self.prompt_logprobs is not None and self.last_token_id is None:
             raise ValueError("prompt_logprobs needs last_token_id")
-        return self
-
-    @model_validator(mode="after")
-    def _extents_cover_tokens(self) -> Self:
         slots = self.destination.buffers.num_items
         if any(start + length > slots for start, length in self.extents):
             raise ValueError(f"an extent ends past the {slots} registered slots")

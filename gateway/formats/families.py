@@ -11,55 +11,44 @@ from gateway.formats.tools import Tool, ToolSet
 
 _Renderer: TypeAlias = Callable[[Sequence[Message], Sequence[Tool], bool | None, Mapping[str, Any]], Prompt]
 """Arguments: messages, tools, whether to think, variables."""
-
-
 _SYNTAXES: tuple[type[CallParser], ...] = (dsml.DsmlParser, glm.GlmParser, hermes.HermesParser)
 CALL_PARSERS = (*(syntax.name for syntax in _SYNTAXES), "none")
 """The values of --tool-call-parser."""
-
-
 ApplyTemplate: TypeAlias = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, Mapping[str, Any]], str]
 """Renders messages, tools (None: there are none) and variables, with the generation prompt at the end."""
 
 
-class TemplateRenderer:
+def template_renderer(source: str, apply: ApplyTemplate, reasons: bool) -> _Renderer:
     """Gives a template what templates expect, which is not quite what OpenAI's API has:
 
     - the arguments of calls as mappings, not as JSON text;
     - content that is missing as "", where templates would write "None";
     - a developer's message as a system message where the template does not know the role: it would leave it out.
+
+    source: the text of the template, which `apply` renders. reasons: an answer begins in reasoning where the prompt
+    ends with the begin of reasoning: templates reason by default or not.
     """
+    knows_developers = "developer" in source
 
-    def __init__(self, source: str, apply: ApplyTemplate, *, begin_of_reasoning: str | None) -> None:
-        """source: the text of the template, which `apply` renders."""
-        self._apply = apply
-        self._knows_developers = "developer" in source
-        self._begin_of_reasoning = begin_of_reasoning
-
-    def __call__(
-        self, messages: Sequence[Message], tools: Sequence[Tool], thinking: bool | None, variables: Mapping[str, Any]
-    ) -> Prompt:
-        """The prompt. Raises whatever `apply` raises.
-
-        Templates reason by default or not, as they like. That they do shows in the prompt: it ends where reasoning
-        begins.
-        """
-        if thinking is not None and not {"thinking", "enable_thinking"} & variables.keys():
-            variables = {**variables, "thinking": thinking, "enable_thinking": thinking}
-        rendered = [self._message(message) for message in messages]
-        text = self._apply(rendered, [dict(tool) for tool in tools] or None, variables)
-        begin = self._begin_of_reasoning
-        return Prompt(text, begin is not None and text.rstrip().endswith(begin))
-
-    def _message(self, message: Message) -> dict[str, Any]:
+    def as_templates_expect(message: Message) -> dict[str, Any]:
         rendered = {**message, "content": content_of(message)}
-        if message["role"] == "developer" and not self._knows_developers:
+        if message["role"] == "developer" and not knows_developers:
             rendered["role"] = "system"
         if calls := message.get("tool_calls"):
             rendered["tool_calls"] = [
                 {**call, "function": {**call["function"], "arguments": arguments_of(call)}} for call in calls
             ]
         return rendered
+
+    def render(
+        messages: Sequence[Message], tools: Sequence[Tool], thinking: bool | None, variables: Mapping[str, Any]
+    ) -> Prompt:
+        if thinking is not None and not {"thinking", "enable_thinking"} & variables.keys():
+            variables = {**variables, "thinking": thinking, "enable_thinking": thinking}
+        text = apply(list(map(as_templates_expect, messages)), [dict(tool) for tool in tools] or None, variables)
+        return Prompt(text, reasons and text.rstrip().endswith(BEGIN_OF_REASONING))
+
+    return render
 
 
 class ChatFormat:
@@ -152,5 +141,4 @@ def choose_format(
     else:
         syntax = next((syntax for syntax in _SYNTAXES if syntax.name == call_parser), None)
     reasons = parse_reasoning and END_OF_REASONING in template
-    begin = BEGIN_OF_REASONING if reasons else None
-    return ChatFormat(TemplateRenderer(template, apply, begin_of_reasoning=begin), syntax, reasons=reasons)
+    return ChatFormat(template_renderer(template, apply, reasons), syntax, reasons=reasons)

@@ -83,13 +83,7 @@ class CallParser(PieceReader, ABC):
     """The marker in front of calls."""
     markers: ClassVar[frozenset[str]]
 
-    def __init__(
-        self,
-        tools: ToolSet,
-        *,
-        end_of_reasoning: str | None,
-        whole_calls: bool = False,
-    ) -> None:
+    def __init__(self, tools: ToolSet, *, end_of_reasoning: str | None, whole_calls: bool = False) -> None:
         """end_of_reasoning: None if the answer does not begin in reasoning.
 
         whole_calls: give a call only when it is complete, as is right for answers that do not stream. A call that
