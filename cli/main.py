@@ -1,7 +1,4 @@
-"""The command `hisparse-pd`: reads flags into a typed configuration and starts a process.
-
-Commands import what they need when they run, so that --help is fast.
-"""
+"""The command `hisparse-pd`. Commands import what they need when they run, so that --help is fast."""
 
 import sys
 from collections.abc import Sequence

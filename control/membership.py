@@ -58,11 +58,10 @@ class _Gateway:
 
 
 class Membership:
-    """Keeps one node registered with every gateway.
+    """Keeps one node registered with every gateway, on the control thread, so a busy node is not taken for a dead one.
 
-    Runs on the control thread, so that a busy node is not taken for a dead one. Other threads only call `is_member`,
-    `rejection_reason`, `gateway_lost`, `leave`, `cache_serials` and `tell`, so the table of gateways is replaced and
-    never changed.
+    Other threads only call `is_member`, `rejection_reason`, `gateway_lost`, `leave`, `cache_serials` and `tell`, so the
+    table of gateways is replaced and never changed.
     """
 
     def __init__(
@@ -187,11 +186,7 @@ class Membership:
 
 
 class CacheReports:
-    """Tells gateways which blocks a node's prefix cache has, so that requests are routed to them. One loop calls it.
-
-    Each update is sent once. Gateways acknowledge updates with heartbeats. A gateway that misses one gets the whole
-    cache, or as much of it as fits one message.
-    """
+    """Tells gateways what a prefix cache has: each update once, and all to one that missed one. One loop calls it."""
 
     def __init__(self, gateways: Membership, newest: Callable[[int], BlockHashes]) -> None:
         """newest: hashes of at most that many cached blocks, the last used first."""

@@ -94,10 +94,7 @@ class Admission:
         self.held += size
 
     def _admit(self, request: Request, counted: RequestBytes) -> bytes:
-        """The key of the client, empty if it has none and needs none.
-
-        Raises ApiError if the request is refused. The key comes first: others learn nothing about the limits.
-        """
+        """The client's key, empty if it needs none. Raises ApiError; for the key first, so others learn no limits."""
         client_key = self._key_of(request)
         if client_key is None:
             message = "the API key is not one of this server's"

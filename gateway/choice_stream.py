@@ -56,10 +56,7 @@ class ChoiceStream:
     async def deltas(
         self, client: DecodeClient, held: HeldBytes, sink: DeltaSink
     ) -> AsyncGenerator[Sequence[Delta], None]:
-        """Its deltas, as many as are there, but for those that the sink takes. held: counts those that wait here.
-
-        Raises ApiError. Closing it early cancels the request.
-        """
+        """Its deltas, as many as are there, but for those that the sink takes. Raises ApiError. Closing it cancels."""
         request = self._request
         log.info(
             "request arrived",
@@ -128,10 +125,7 @@ def choice_streams(
     held: HeldBytes,
     sink: DeltaSink | None,
 ) -> AsyncGenerator[tuple[int, Sequence[Delta]], None]:
-    """The deltas of all answers, with the number of the answer. Raises ApiError. Closing it early cancels the request.
-
-    held: counts deltas that nobody has taken yet. sink: takes deltas if there is one answer only.
-    """
+    """The deltas of all answers, with the number of the answer. Raises ApiError. Closing it cancels the request."""
     count, per_prompt = len(prepared.tokenized), prepared.request.computed_choices
     shared: list[asyncio.Future[PromptLogprobTable] | None] = [None] * count
     if prepared.shares_prompt_logprobs:
@@ -143,10 +137,7 @@ def choice_streams(
 
 
 async def _merged(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[tuple[int, _T], None]:
-    """What the streams yield, as it comes, with the index of the stream.
-
-    The first error of any stream ends all; so does closing this one early. Then all streams are closed.
-    """
+    """What the streams yield, with the index of the stream. All are closed after the first error, or with this one."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
             async for element in only:

@@ -71,10 +71,7 @@ class Completer:
     async def prepare(
         self, body: bytes, kind: type[GenerationBody], id_prefix: str, client_key: bytes
     ) -> PreparedRequest:
-        """Parse, check and tokenize a request. Raises ApiError (504 if that takes longer than a request may).
-
-        id_prefix: of the ids of its answers. client_key: the API key of its client, empty if it has none.
-        """
+        """Parse, check and tokenize a request. id_prefix: of its answers' ids. Raises ApiError, as `read` does."""
         now = time.monotonic()
         salt_key = client_key if self.config.prefix_cache_per_key else None
         arrival = Arrival(now, now + self.config.request_timeout, self.capacity, salt_key)

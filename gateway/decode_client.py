@@ -60,10 +60,7 @@ class DecodeClient:
     async def stream(
         self, request: TokenizedRequest, read: Callable[[Output], Delta], held: HeldBytes, sink: DeltaSink
     ) -> AsyncGenerator[Sequence[Delta], None]:
-        """What `read` makes of the outputs of a request, as much as is there, but for what the sink takes.
-
-        Raises ApiError. Closing it early cancels the request at its node.
-        """
+        """What `read` makes of outputs, less what the sink takes. Raises ApiError. Closing it cancels the request."""
         failures: dict[str, NodeFailed] = {}
         while True:
             attempt = self._begin(request, failures, read, held, sink)
@@ -106,10 +103,7 @@ class DecodeClient:
                     self._deliver_output(sender, output, now)
 
     async def sweep(self) -> None:
-        """Watch deadlines, silent nodes and unanswered Cancels for as long as the gateway runs.
-
-        Raises ControlPlaneFailed if the control thread has ended.
-        """
+        """Watch deadlines, silent nodes, unanswered Cancels. Raises ControlPlaneFailed if the control thread ends."""
         swept = time.monotonic()
         while True:
             await asyncio.sleep(SWEEP_S)
@@ -148,10 +142,7 @@ class DecodeClient:
     def _choose(
         self, request: TokenizedRequest, failures: Mapping[str, NodeFailed], now: float, cached: Mapping[str, int]
     ) -> Peer:
-        """The best node for a request that has not failed it. Raises ApiError if there is none.
-
-        failures, cached: by boot id, why a node failed it, and how many tokens of its prompt a node has.
-        """
+        """The best node that did not fail a request. failures, cached: by boot id. Raises ApiError if there is none."""
         # A node that generates other choices of the same prompt comes first.
         others = self._groups.get(request.group, {}).values()
         nodes = (other.node for other in others if other.node.boot_id not in failures and other.failure is None)
@@ -174,10 +165,7 @@ class DecodeClient:
         held: HeldBytes,
         sink: DeltaSink,
     ) -> Attempt:
-        """Begin an attempt. Its node is asked once all choices that begin together are known.
-
-        Raises ApiError if there is no node for it.
-        """
+        """Begin an attempt. Choices that begin together are asked for together. Raises ApiError if there is no node."""
         now, group = time.monotonic(), request.group
         pending = self._pending.get(group)
         if pending is None:

@@ -62,10 +62,9 @@ class TokenBytes:
 
 
 class ByteDetokenizer:
-    """Returns text deltas that together equal the text of all tokens decoded at once.
+    """Text deltas that together equal the text of all tokens decoded at once: for tokenizers whose text is their bytes.
 
-    For tokenizers whose text is their tokens' bytes, one after the other: the byte-level ones. Each token is decoded
-    once, so this takes a fraction of the time that a window takes.
+    Each token is decoded once, so this takes a fraction of the time that a window takes.
     """
 
     __slots__ = ("_bytes_of", "_rest", "_skipped")
@@ -207,9 +206,8 @@ class StopMatcher:
 class TextOptions:
     """How the text of an answer is made of its tokens.
 
-    stops: strings that end it. includes_stop: they are part of the text. min_tokens: nothing ends it before that many
-    tokens. skipped: tokens that are not part of the text. prompt_only: it has no tokens. One was generated, since a
-    decode node generates at least one.
+    stops: strings that end it. includes_stop: they are part of it. min_tokens: nothing ends it before. skipped: tokens
+    that are not part of it. prompt_only: it has none, though a decode node generates at least one.
     """
 
     stops: tuple[str, ...] = ()

@@ -8,10 +8,7 @@ from gateway.errors import ApiError
 
 
 class HeldAnswers:
-    """Counts the bytes of all answers. Belongs to the gateway's event loop.
-
-    When they are too many, the request that holds the most ends, whichever asked for room: others go on.
-    """
+    """Counts the bytes of all answers, on the event loop. If they are too many, the request with the most ends."""
 
     def __init__(self, per_request: int, total: int, ended: Counter) -> None:
         """per_request, total: the most bytes, of all answers to one request and of all requests. ended: counts requests

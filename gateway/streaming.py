@@ -29,8 +29,7 @@ _DELTAS_AT_ONCE = 16
 class EventStream(StreamingResponse):
     """An answer as server-sent events. However the response ends, the answer is closed, which frees its decode node.
 
-    Where the connection takes chunks, most deltas are written as soon as they arrive (`DeltaSink`). The other ones, as
-    the first, the last and those that a slow client waits for, come through `deltas`.
+    Where the connection takes chunks, the sink writes most deltas as they arrive. The others come through `deltas`.
     """
 
     def __init__(
@@ -73,10 +72,7 @@ class EventStream(StreamingResponse):
 
 
 class WholeAnswer(Response):
-    """An answer that does not stream. It is sent in slices, so that it counts until its client has read it.
-
-    Where all answers hold too much and this one the most, its connection is closed.
-    """
+    """An answer that does not stream. It is sent in slices, so that it counts until its client has read it."""
 
     media_type = "application/json"
 

@@ -23,10 +23,7 @@ class CheckpointTokenizer:
     """Text to token ids and back. Any thread may call it: only the constructor changes the library's tokenizer."""
 
     def __init__(self, model_path: str, chat_template: Path | None = None) -> None:
-        """chat_template: a file with a template to be used instead of the checkpoint's.
-
-        Raises StartupError if the directory is not a checkpoint with a tokenizer, or the file cannot be read.
-        """
+        """chat_template: a file to use instead of the checkpoint's. Raises StartupError if one of them is unusable."""
         directory = Path(model_path)
         if not directory.is_dir():
             raise StartupError(f"--model-path {model_path}: no such directory; give a Hugging Face checkpoint")
@@ -68,10 +65,7 @@ class CheckpointTokenizer:
     def apply_chat_template(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: Mapping[str, Any]
     ) -> str:
-        """The prompt that the chat template makes of a conversation. Raises ApiError if the template refuses it.
-
-        tools: None where there are none. variables: passed to the template with these.
-        """
+        """The prompt that the chat template makes of these and of the variables. Raises ApiError if it refuses them."""
         if reserved := variables.keys() & self._reserved_variables:
             name = min(reserved)
             raise ApiError(400, f"chat_template_kwargs: {name} cannot be set", param="chat_template_kwargs")

@@ -1,7 +1,4 @@
-"""An answer as a sequence of blocks: reasoning, text and calls, one after the other.
-
-The formats that have blocks differ in how they write them, not in where they begin and end.
-"""
+"""An answer as a sequence of blocks: reasoning, text and calls. Formats differ only in how they write them."""
 
 from abc import ABC
 from dataclasses import dataclass, field
@@ -15,10 +12,7 @@ from gateway.preparer import ChatReading
 
 @dataclass
 class Block:
-    """text: of a call, the JSON text of its arguments. complete: it was not cut off; of a call, its arguments are JSON.
-
-    number: 0, 1, ... within the answer. call_id, name: of a call.
-    """
+    """A part of an answer. text: of a call, its arguments as JSON. complete: not cut off; of a call, its JSON ended."""
 
     kind: Literal["reasoning", "text", "call"]
     number: int
@@ -39,10 +33,9 @@ class Change:
 
 @dataclass
 class BlockReader:
-    """Splits an answer into blocks as it comes.
+    """Splits an answer into blocks as it comes. whole: a call that breaks or is cut off is text.
 
-    White space between blocks belongs to none of them: it becomes part of a text only together with what follows it
-    there. whole: a call that breaks or is cut off is text.
+    White space between blocks becomes part of a text only together with what follows it there.
     """
 
     reading: ChatReading

@@ -83,10 +83,7 @@ Here are the functions available in JSONSchema format:
 def render(
     messages: Sequence[Message], tools: Sequence[Tool], thinking: bool | None, variables: Mapping[str, Any]
 ) -> Prompt:
-    """The prompt. The model reasons only if it is asked to, as in DeepSeek's API. Raises FormatError.
-
-    Variables other than those for thinking are ignored.
-    """
+    """The prompt. The model reasons only if it is asked to, as in DeepSeek's API. Raises FormatError."""
     reasoning = asks_for_thinking(thinking, variables, default=False)
     return Prompt("".join(_Conversation(messages, tools, reasoning).render()), reasoning)
 

@@ -116,10 +116,9 @@ def choose_format(
 ) -> ChatFormat | None:
     """The chat format of a checkpoint; None if it has none.
 
-    A template that is there renders, --chat-template before the checkpoint's own. Without one, DeepSeek-V3.2 is
-    rendered by the encoder here. So SGLang decides, too: DeepSeek-V3.2-Exp has the same model type, but ships the
-    template of its own format. (vLLM leaves the decision to a flag, --tokenizer-mode.) The syntax of tool calls is the
-    one that the template teaches, the first of `CALL_PARSERS` of which it contains a marker.
+    A template renders, --chat-template before the checkpoint's own. Only DeepSeek-V3.2 is rendered without one, by the
+    encoder here: DeepSeek-V3.2-Exp has the same model type and ships a template. The syntax of calls is the first of
+    `CALL_PARSERS` of which the template contains a marker.
 
     model_type: of config.json. template: the text of the Jinja template, if there is one, and `apply` renders it.
     call_parser: one of `CALL_PARSERS`; None: as described. parse_reasoning: false leaves reasoning in the content.

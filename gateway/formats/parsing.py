@@ -46,10 +46,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The call is complete: its arguments, put together, are one JSON object.
-
-    A call without this event was cut off or broke: its arguments are no JSON, because their end is missing.
-    """
+    """The call is complete: its arguments are one JSON object. A call without this event was cut off or broke."""
 
     index: int
 
@@ -84,11 +81,7 @@ class CallParser(PieceReader, ABC):
     markers: ClassVar[frozenset[str]]
 
     def __init__(self, tools: ToolSet, *, end_of_reasoning: str | None, whole_calls: bool = False) -> None:
-        """end_of_reasoning: None if the answer does not begin in reasoning.
-
-        whole_calls: give a call only when it is complete, as is right for answers that do not stream. A call that
-        breaks or is cut off is text then.
-        """
+        """end_of_reasoning: None if answers begin without. whole_calls: a call that breaks or is cut off is text."""
         super().__init__()
         self._tools = tools
         self._whole_calls = whole_calls
@@ -216,10 +209,7 @@ class CallParser(PieceReader, ABC):
         self._arguments('"')
 
     def _json_value(self, name: str, key: str, end: str) -> Steps[None]:
-        """An argument whose value is JSON, up to the marker `end`. Numbers and names wait for it, other values stream.
-
-        Where the text ceases to be JSON, the argument breaks, and all up to the marker belongs to what broke.
-        """
+        """An argument of JSON, up to `end`; it breaks where that ceases to be JSON. Numbers and names do not stream."""
         prefix = JsonPrefix()
         value = ""
         streams = broken = False

@@ -16,11 +16,7 @@ _LISTS = ("type", "enum", "anyOf", "oneOf", "allOf")
 
 
 class ToolSet:
-    """The tools of a request by their names. Schemas are the client's, so anything may be in them.
-
-    One for a request, so that its schemas are read once and `MAX_STEPS` bounds that for all of its answers. One thread
-    uses it at a time.
-    """
+    """The tools of a request by name. Schemas may hold anything, and are read once. One thread uses it at a time."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         functions = [tool["function"] for tool in tools]
@@ -92,11 +88,7 @@ def _refuse(constant: str) -> Any:
 
 
 class _SchemaTypes:
-    """What the schemas of some tools say of JSON types. Each sub-schema is read once.
-
-    A sub-schema to which a reference leads back while it is read says nothing there. What is beyond the bounds is
-    unknown.
-    """
+    """JSON types by schema, each sub-schema read once. One that refers to itself, or exceeds bounds, says nothing."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], frozenset[str] | None] = {}

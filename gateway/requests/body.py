@@ -79,10 +79,7 @@ _MOST_CHARACTERS = 64
 
 
 class FieldPolicy:
-    """What becomes of fields that are not declared. Threads may share it.
-
-    strict: what nobody knows is refused, too.
-    """
+    """What becomes of fields that are not declared. strict: unknown ones are refused, too. Threads may share it."""
 
     def __init__(self, strict: bool) -> None:
         self._strict = strict

@@ -57,10 +57,7 @@ class StreamOptions(Piece):
 
 
 class CommonFields(Piece):
-    """Fields that have the same name and meaning at all endpoints that generate, as they have in vLLM.
-
-    Those of `Sampling` that mean the same there are passed on by their name.
-    """
+    """Fields that mean the same at all endpoints that generate, as in vLLM. Some go to `Sampling` by their name."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
