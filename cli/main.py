@@ -37,12 +37,7 @@ class Commands(TyperGroup):
             raise StartupError(_rejection_reason(error)) from error
 
 
-app = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 app.add_typer(quarantine.app)
 for command in entry_points(group="hisparse_pd.commands"):

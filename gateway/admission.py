@@ -109,8 +109,7 @@ class Admission:
         return client_key
 
     def _key_of(self, request: Request) -> bytes | None:
-        """The accepted key that either header has, or None: OpenAI's clients send the first one, Anthropic's the
-        second. Where no key is needed, whatever is sent as one."""
+        """The accepted key that OpenAI's or Anthropic's header has, or None. Without keys, whatever is sent as one."""
         bearer = request.headers.get("authorization", "").encode("latin-1")
         alone = b"Bearer " + request.headers.get("x-api-key", "").encode("latin-1")
         for header in (bearer, alone):

@@ -117,26 +117,7 @@ async def _with_prompt(deltas: Sequence[Delta], shared: asyncio.Future[PromptLog
     return [first._replace(prompt=await shared), *others] if first.first else deltas
 
 
-def choice_streams(
-    prepared: PreparedRequest,
-    tokenizer: CheckpointTokenizer,
-    metrics: Metrics,
-    client: DecodeClient,
-    held: HeldBytes,
-    sink: DeltaSink | None,
-) -> AsyncGenerator[tuple[int, Sequence[Delta]], None]:
-    """The deltas of all answers, with the number of the answer. Raises ApiError. Closing it cancels the request."""
-    count, per_prompt = len(prepared.tokenized), prepared.request.computed_choices
-    shared: list[asyncio.Future[PromptLogprobTable] | None] = [None] * count
-    if prepared.shares_prompt_logprobs:
-        for start in range(0, count, per_prompt):
-            shared[start : start + per_prompt] = [asyncio.get_running_loop().create_future()] * per_prompt
-    only = sink if sink is not None and count == 1 else DeltaSink()
-    choices = [ChoiceStream(prepared, number, tokenizer, metrics, shared[number]) for number in range(count)]
-    return _merged([choice.deltas(client, held, only) for choice in choices])
-
-
-async def _merged(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[tuple[int, _T], None]:
+async def merged(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[tuple[int, _T], None]:
     """What the streams yield, with the index of the stream. All are closed after the first error, or with this one."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from base.metrics import Metrics
+from control.prompt_logprobs import PromptLogprobTable
 from gateway.answers.streamed import StreamedAnswer, encode_json
 from gateway.attempt import Delta, DeltaSink
-from gateway.choice_stream import choice_streams
+from gateway.choice_stream import ChoiceStream, merged
 from gateway.config import GatewayConfig
 from gateway.decode_client import DecodeClient
 from gateway.errors import ApiError, timed_out
@@ -134,8 +135,18 @@ class Completer:
     def deltas(
         self, prepared: PreparedRequest, held: HeldBytes, sink: DeltaSink | None = None
     ) -> AsyncGenerator[tuple[int, Sequence[Delta]], None]:
-        """As `choice_streams`."""
-        return choice_streams(prepared, self.tokenizer, self.metrics, self.client, held, sink)
+        """The deltas of all answers, with the number of the answer. Raises ApiError. Closing it cancels the request.
+
+        held: counts deltas that nobody has taken yet. sink: takes deltas if there is one answer only.
+        """
+        count, per_prompt = len(prepared.tokenized), prepared.request.computed_choices
+        shared: list[asyncio.Future[PromptLogprobTable] | None] = [None] * count
+        if prepared.shares_prompt_logprobs:
+            for start in range(0, count, per_prompt):
+                shared[start : start + per_prompt] = [asyncio.get_running_loop().create_future()] * per_prompt
+        only = sink if sink is not None and count == 1 else DeltaSink()
+        choices = [ChoiceStream(prepared, i, self.tokenizer, self.metrics, shared[i]) for i in range(count)]
+        return merged([choice.deltas(self.client, held, only) for choice in choices])
 
     def close(self) -> None:
         for threads in (self._small, self._large, self._answers):

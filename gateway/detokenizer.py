@@ -10,6 +10,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from control.messages import Output
 from gateway.attempt import Delta, EndReason
+from gateway.formats.reading import overlap
 
 _INCOMPLETE = "\ufffd"
 _WINDOW = 16
@@ -190,12 +191,7 @@ class StopMatcher:
         return self._release(len(self._held))
 
     def _start_of_candidate(self) -> int:
-        longest = len(self._stops[0]) - 1 if self._stops else 0
-        for start in range(max(0, len(self._held) - longest), len(self._held)):
-            suffix = self._held[start:]
-            if any(stop.startswith(suffix) for stop in self._stops):
-                return start
-        return len(self._held)
+        return len(self._held) - max(overlap(self._held, 0, stop) for stop in self._stops)
 
     def _release(self, end: int) -> str:
         released, self._held = self._held[:end], self._held[end:]

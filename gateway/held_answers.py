@@ -11,8 +11,7 @@ class HeldAnswers:
     """Counts the bytes of all answers, on the event loop. If they are too many, the request with the most ends."""
 
     def __init__(self, per_request: int, total: int, ended: Counter) -> None:
-        """per_request, total: the most bytes, of all answers to one request and of all requests. ended: counts requests
-        that end for what they hold, by reason."""
+        """per_request, total: the most bytes, of one request and of all. ended: counts requests that end, by reason."""
         self._per_request = per_request
         self._total = total
         self._ended = ended

@@ -107,8 +107,7 @@ class Preparer:
     def __init__(
         self, tokenizer: CheckpointTokenizer, chat_format: ChatFormat | None, block_hasher: BlockHasher | None
     ) -> None:
-        """chat_format: how chats are written; None if the checkpoint knows none. block_hasher: for routing to where
-        prefixes are cached; None if routing does not look at that."""
+        """chat_format: None if the checkpoint has none. block_hasher: None if cached prefixes do not matter."""
         self.tokenizer = tokenizer
         self._chat_format = chat_format
         markers = frozenset() if chat_format is None else chat_format.markers

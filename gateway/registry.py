@@ -60,8 +60,7 @@ class NodeRegistry:
     """Known nodes by address. Not thread safe: the gateway's event loop owns it."""
 
     def __init__(self, checkpoint: CheckpointIdentity | None = None, caches: PrefixIndex | None = None) -> None:
-        """checkpoint: this gateway's own, which the nodes must have, too. caches: what nodes have cached; None if that
-        does not matter."""
+        """checkpoint: this gateway's, which nodes must have. caches: what nodes have; None if it does not matter."""
         self._checkpoint = checkpoint
         self._caches = caches
         self._nodes: dict[str, Node] = {}

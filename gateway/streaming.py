@@ -152,8 +152,7 @@ async def _events(
 
 
 async def _lines(answer: StreamedAnswer, index: int, deltas: Sequence[Delta]) -> bytes:
-    """The lines of deltas. Those of a prompt's log probabilities, which come with the first delta of an answer, may
-    take a second: a thread makes them."""
+    """The lines of deltas. A thread makes those of a prompt's log probabilities, which may take a second."""
 
     def encoded() -> bytes:
         return b"".join([answer.encode_delta(index, delta) for delta in deltas])

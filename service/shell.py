@@ -121,7 +121,7 @@ class NodeShell(Generic[Event]):
             )
 
     def receive(self, timeout: float) -> list[tuple[Peer, Message] | Event]:
-        """What has arrived; waits `timeout` seconds for the first. Raises StartupError (refused), ControlPlaneFailed."""
+        """What has arrived; waits `timeout` seconds for the first. Raises StartupError if refused, and as `check`."""
         self.control.check()
         if self._membership is not None and self._membership.rejection_reason is not None:
             raise StartupError(self._membership.rejection_reason)

@@ -134,8 +134,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
         return cast(CompletionLogprobs, echo)
 
     def _echo_logprobs(self, index: int, table: PromptLogprobTable | None) -> dict[str, list[Any]]:
-        """Those of the prompt's tokens, if an echo is still to be rendered. Nothing says how likely the first token
-        is."""
+        """Those of the prompt's tokens, if an echo is still to be rendered. The first token has none."""
         if index not in self._echoes:
             return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         prompt_ids, text = self.prepared.prompt_ids(index), self._echoes[index]
@@ -152,8 +151,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
         }
 
     def _offsets(self, prompt_ids: Sequence[int], text: str) -> list[int]:
-        """Where in the text of a prompt each of its tokens begins. A special token that the text lacks, as one that
-        the tokenizer puts in front, takes no room."""
+        """Where in the text of a prompt each of its tokens begins. A special token that it lacks takes no room."""
         special_ids = self.tokenizer.special_ids.intersection(prompt_ids)
         detokenizer = self.tokenizer.detokenizer({i for i in special_ids if self.tokenizer.piece(i) not in text})
         offsets, length = [], 0

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from gateway.formats import deepseek_v32, dsml, glm, hermes
+from gateway.formats import deepseek_v32, glm, hermes
 from gateway.formats.conversation import BEGIN_OF_REASONING, END_OF_REASONING, Message, Prompt, arguments_of, content_of
 from gateway.formats.grammar import CallGrammar, choice
 from gateway.formats.parsing import CallParser
@@ -11,7 +11,7 @@ from gateway.formats.tools import Tool, ToolSet
 
 _Renderer: TypeAlias = Callable[[Sequence[Message], Sequence[Tool], bool | None, Mapping[str, Any]], Prompt]
 """Arguments: messages, tools, whether to think, variables."""
-_SYNTAXES: tuple[type[CallParser], ...] = (dsml.DsmlParser, glm.GlmParser, hermes.HermesParser)
+_SYNTAXES: tuple[type[CallParser], ...] = (deepseek_v32.DsmlParser, glm.GlmParser, hermes.HermesParser)
 CALL_PARSERS = (*(syntax.name for syntax in _SYNTAXES), "none")
 """The values of --tool-call-parser."""
 ApplyTemplate: TypeAlias = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, Mapping[str, Any]], str]
@@ -84,8 +84,7 @@ class ChatFormat:
         return prompt if self.end_of_reasoning else Prompt(prompt.text, reasoning=False)
 
     def parser(self, tools: ToolSet, *, reasoning: bool, whole_calls: bool = False) -> CallParser:
-        """A parser of one answer. tools: those that may be called; none: everything is text. reasoning:
-        `Prompt.reasoning`. whole_calls: as of `CallParser`."""
+        """A parser of one answer. tools: those that may be called. reasoning: `Prompt.reasoning`."""
         # Without tools, all parsers are alike.
         parser, readable = (hermes.HermesParser, ToolSet(())) if self._syntax is None else (self._syntax, tools)
         end = self.end_of_reasoning if reasoning else None
