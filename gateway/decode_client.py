@@ -88,8 +88,7 @@ class DecodeClient:
         """Take a decode node's message."""
         match message:
             case Accepted():
-                attempt = self._attempt(message.request_id, sender)
-                if attempt is not None:
+                if attempt := self._attempt(message.request_id, sender):
                     self._answered(attempt)
             case Rejected():
                 self._stop_cancelling(message.request_id, sender)

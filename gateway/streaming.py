@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from typing import Any, TypeVar
 
 import structlog
-from fastapi import Request, Response
+from fastapi import Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -54,7 +54,7 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             # Starlette's own way through a task group takes several times as long.
-            await _unless_client_leaves(receive, self._stream(scope.get("chunks"), send))
+            await unless_client_leaves(receive, self._stream(scope.get("chunks"), send))
         finally:
             await self._events.aclose()
             await self._deltas.aclose()
@@ -160,13 +160,8 @@ async def _lines(answer: StreamedAnswer, index: int, deltas: Sequence[Delta]) ->
     return encoded() if deltas[0].prompt is None else await asyncio.to_thread(encoded)
 
 
-async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """The result of `work`, which is cancelled if the client disconnects first."""
-    response = await _unless_client_leaves(request.receive, work)
-    return Response(status_code=CLIENT_LEFT) if response is None else response
-
-
-async def _unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T | None:
+async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T | None:
+    """The result of `work`; None if the client disconnects first, which cancels it."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))
     try:

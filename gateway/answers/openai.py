@@ -172,11 +172,19 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
         """Of a chunk with nothing but text, which most are, only the text is made anew."""
         around = self._around_text.get(index)
         # A chunk without text may have another form.
-        if around is None or not delta.text or delta.finish_reason is not None:
-            return self._encode_choice(index, delta)
+        if around is not None and delta.text and delta.finish_reason is None:
+            self._completion_tokens += len(delta.tokens)
+            before, after = around
+            return before + orjson.dumps(delta.text) + after
+        if delta.finish_reason is not None or self._with_logprobs or self._token_ids or self._usage_in_chunks:
+            return super().encode_delta(index, delta)
         self._completion_tokens += len(delta.tokens)
-        before, after = around
-        return before + orjson.dumps(delta.text) + after
+        before, after = self._around_choice.get(index) or self._around(index)
+        text = orjson.dumps(self._text(index, delta))[1:]
+        if self._stays_plain(index):
+            opening, _, closing = orjson.dumps(self._plain(_TEXT))[1:].partition(orjson.dumps(_TEXT))
+            self._around_text[index] = before + opening, closing + after
+        return before + text + after
 
     def end(self) -> list[Json]:
         """The chunk with the usage, if the client asked for it."""
@@ -202,18 +210,6 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
                 choice["token_ids"] = answer.columns[_TOKEN_IDS]
             choices.append(choice)
         return choices
-
-    def _encode_choice(self, index: int, delta: Delta) -> bytes:
-        """As `encode_delta`. Of a chunk that has nothing but what `_text` returns, only that is made anew."""
-        if delta.finish_reason is not None or self._with_logprobs or self._token_ids or self._usage_in_chunks:
-            return super().encode_delta(index, delta)
-        self._completion_tokens += len(delta.tokens)
-        before, after = self._around_choice.get(index) or self._around(index)
-        text = orjson.dumps(self._text(index, delta))[1:]
-        if self._stays_plain(index):
-            opening, _, closing = orjson.dumps(self._plain(_TEXT))[1:].partition(orjson.dumps(_TEXT))
-            self._around_text[index] = before + opening, closing + after
-        return before + text + after
 
     def _around(self, index: int) -> tuple[bytes, bytes]:
         choice = {"index": index, "logprobs": None, "finish_reason": None, _TEXT: None}

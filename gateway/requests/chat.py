@@ -55,6 +55,11 @@ class ToolCall(Piece):
     function: CalledFunction
 
 
+def chat_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A `ToolCall`, before it is validated."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 class ChatMessage(Piece):
     """One message."""
 
