@@ -232,7 +232,6 @@ def free_port(ranks: int = 1) -> int:
 
 
 def _claim(port: int) -> socket.socket | None:
-    """A claim on a port; None if that is not free."""
     claim = socket.socket(socket.AF_UNIX)
     with socket.socket() as probe, contextlib.suppress(OSError):
         claim.bind(f"\0hisparse-pd/port/{port}")  # only one process can have a name

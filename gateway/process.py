@@ -220,18 +220,15 @@ class Gateway:
         self.control.send(sender, answer)
 
     def _unready_reason(self) -> str | None:
-        """What keeps this gateway from serving, or None."""
         return self.registry.unready_reason(time.monotonic()) if self.lifecycle.serving else "draining"
 
     def _rejection_reason(self) -> ApiError | None:
-        """Why no request can be taken now, or None."""
         if not self.lifecycle.serving:
             return ApiError(503, "the gateway is shutting down", code="draining", retry_after=1.0)
         reason = self._unready_reason()
         return None if reason is None else unavailable(reason)
 
     def _refresh(self) -> None:
-        """Bring the gauges up to date before a scrape."""
         now = time.monotonic()
         self.metrics.nodes.labels(role="prefill").set(self.registry.count("prefill", now))
         self.metrics.nodes.labels(role="decode").set(self.registry.count("decode", now))

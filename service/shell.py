@@ -160,7 +160,6 @@ class NodeShell(Generic[Event]):
             self._dropped += 1
 
     def _not_ready_reason(self) -> str | None:
-        """What keeps this node from serving, or None."""
         if not self.lifecycle.serving:
             return "draining"
         if self._membership is not None and not self._membership.is_member:

@@ -178,7 +178,6 @@ def _token_logprob(token_id: int, logprob: float | None, tokenizer: CheckpointTo
 
 
 def _parts_of(events: Sequence[Event]) -> dict[str, Any]:
-    """The events as one delta of a message."""
     if len(events) == 1 and isinstance(events[0], ContentDelta):  # as of most tokens; patterns take four times as long
         return {"content": events[0].text}
     texts: dict[str, str] = {}

@@ -161,7 +161,6 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
         return offsets
 
     def _by_text(self, by_id: Mapping[int, float | None]) -> dict[str, float | None]:
-        """Log probabilities by the tokens' texts."""
         by_text: dict[str, float | None] = {}
         for token_id, logprob in by_id.items():
             piece = self.tokenizer.piece(token_id)

@@ -218,7 +218,6 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
         return before, after
 
     def _by_position(self, index: int, alternatives: int) -> PromptLogprobs:
-        """The log probabilities of the prompt of a choice."""
         table = self._kept[self.prepared.first_choice(index)].prompt
         assert table is not None, "they were asked for"
         return Column(self._ranked_tokens(self.prepared.prompt_ids(index), table, alternatives))
@@ -246,7 +245,6 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
         }
 
     def _finished(self, index: int, reason: EndReason | None) -> str | None:
-        """The finish reason of a choice."""
         return reason
 
     @abstractmethod
@@ -270,7 +268,6 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
         """Whether every text of a choice is rendered as it is from now on, up to the choice's last delta."""
 
     def _given(self, kept: Sequence[KeptAnswer]) -> Sequence[KeptAnswer]:
-        """The answers that are given, of all that were generated."""
         return kept
 
     @abstractmethod

@@ -199,7 +199,6 @@ class _Conversation:
 
 
 def _call(name: str, arguments: Mapping[str, Any]) -> str:
-    """One call of a block."""
     lines = [f'{INVOKE}{name}">']
     for key, value in arguments.items():
         is_string = isinstance(value, str)

@@ -99,7 +99,6 @@ def literal(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text as a regular expression that matches nothing else."""
     return "".join(character if character.isalnum() else f"\\x{{{ord(character):x}}}" for character in text)
 
 

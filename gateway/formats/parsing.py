@@ -175,7 +175,6 @@ class CallParser(PieceReader, ABC):
             self._events.append(ContentDelta(text))
 
     def _break(self) -> None:
-        """Give out what was read of a broken call as content."""
         if self._open and not self._whole_calls:
             self._calls += 1
         self._open = False
@@ -243,7 +242,6 @@ class CallParser(PieceReader, ABC):
             self._arguments(value.strip())
 
     def _raw_value(self, end: str) -> Steps[str]:
-        """The value of an argument, whole, up to the marker `end`."""
         pieces: list[str] = []
         yield from self._until(end, pieces.append)
         return "".join(pieces)

@@ -20,7 +20,6 @@ ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 
 def _content(value: object) -> str:
-    """The text of a message, which may come in parts."""
     parts = value if isinstance(value, list) else [{"type": "text", "text": value or ""}]
     texts: list[str] = []
     for part in parts:
