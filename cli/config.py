@@ -13,10 +13,7 @@ from service.config import SpeculativeNumSteps
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(GatewayConfig, PrefillConfig, DecodeConfig):
-    """The flags of all three kinds of process, each passed to those that take it, and the numbers of nodes.
-
-    Fields that are declared again, without a Flag, are not flags of `serve`: it chooses the addresses itself.
-    """
+    """The flags of all kinds of process. Fields declared again, without a Flag, `serve` chooses itself."""
 
     prefill_nodes: Annotated[int, Flag("Prefill processes.", min=0)] = 1
     decode_nodes: Annotated[int, Flag("Decode processes.", min=1)] = 1

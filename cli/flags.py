@@ -60,7 +60,16 @@ class DeclaredFlag:
         """The parameter that typer makes the flag from."""
         default = {MISSING: Parameter.empty, (): None}.get(self.field.default, self.field.default)
         read_as: Any = list[str] if self._repeated else self.type
-        annotation = Annotated[read_as, self._option]
+        flag = self.flag
+        option = typer.Option(
+            *([flag.name] if flag.name else []),
+            help=flag.help,
+            envvar=flag.env,
+            min=flag.min,
+            max=flag.max,
+            case_sensitive=flag.case_sensitive,
+        )
+        annotation = Annotated[read_as, typer.Argument(help=flag.help) if flag.positional else option]
         return Parameter(self.field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
     def value(self, given: Any) -> Any:
@@ -72,20 +81,6 @@ class DeclaredFlag:
     @property
     def _repeated(self) -> bool:
         return get_origin(self.type) is tuple
-
-    @property
-    def _option(self) -> Any:
-        flag = self.flag
-        if flag.positional:
-            return typer.Argument(help=flag.help)
-        return typer.Option(
-            *([flag.name] if flag.name else []),
-            help=flag.help,
-            envvar=flag.env,
-            min=flag.min,
-            max=flag.max,
-            case_sensitive=flag.case_sensitive,
-        )
 
 
 def declared_flags(kind: type) -> Iterator[DeclaredFlag]:

@@ -1,7 +1,4 @@
-"""The command `hisparse-pd`: reads flags into a typed configuration and starts a process.
-
-Commands import what they need when they run, so that --help is fast.
-"""
+"""The command `hisparse-pd`. Commands import what they need when they run, so that --help is fast."""
 
 import sys
 from collections.abc import Sequence
@@ -40,12 +37,7 @@ class Commands(TyperGroup):
             raise StartupError(_rejection_reason(error)) from error
 
 
-app = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 app.add_typer(quarantine.app)
 for command in entry_points(group="hisparse_pd.commands"):

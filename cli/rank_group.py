@@ -2,12 +2,12 @@
 
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import wait
 from types import FrameType
 
 import typer
@@ -188,11 +188,8 @@ def _wait(started: Processes) -> bool:
     """Wait a while, at most until one ends. Whether any still runs."""
     running = [process for process in started.values() if process.poll() is None]
     ends = [os.pidfd_open(process.pid) for process in running]
-    poll = select.poll()
-    for end in ends:
-        poll.register(end, select.POLLIN)
     if ends:
-        poll.poll(_POLL_S * 1000)
+        wait(ends, _POLL_S)
     for end in ends:
         os.close(end)
     return bool(running)

@@ -108,10 +108,7 @@ def plan(config: ServeConfig) -> ServePlan:
 
 
 def devices_for(device: str, num_nodes: int, mem_fraction: float | None) -> tuple[str, ...]:
-    """The devices that `serve --device` means: all GPUs for `cuda`, one node each, otherwise the device itself.
-
-    Raises StartupError if there are fewer GPUs than nodes and --mem-fraction-static does not say how they share them.
-    """
+    """The devices that `serve --device` means. Raises StartupError if GPUs are too few and nodes may not share them."""
     if device != "cuda":
         return (device,)
     found = count_gpus()
@@ -203,10 +200,7 @@ def processes(plan: list[Child], log: IO[bytes] | None = None) -> Iterator[dict[
 
 
 def terminate(children: list["subprocess.Popen[bytes]"], patience: float = _TERMINATE_S) -> None:
-    """End the processes without draining, with SIGKILL after `patience` seconds.
-
-    SIGTERM ends a process that does not handle signals yet; SIGINT ends one that does and would drain.
-    """
+    """End the processes: SIGTERM for those without handlers, SIGINT for others, SIGKILL after `patience` seconds."""
     for child in children:
         for number in STOP_SIGNALS:
             if child.poll() is None:
@@ -238,7 +232,6 @@ def free_port(ranks: int = 1) -> int:
 
 
 def _claim(port: int) -> socket.socket | None:
-    """A claim on a port; None if that is not free."""
     claim = socket.socket(socket.AF_UNIX)
     with socket.socket() as probe, contextlib.suppress(OSError):
         claim.bind(f"\0hisparse-pd/port/{port}")  # only one process can have a name

@@ -1,8 +1,4 @@
-"""Who may write to a mailbox: CURVE on its connections, and a check that each message is its sender's to send.
-
-With keys, every connection is encrypted, the mailbox has the cluster's secret, and senders have allowed keys. Without
-keys, anyone may connect. Refusals are counted.
-"""
+"""Who may write to a mailbox: CURVE on its connections, and a check that each message is its sender's to send."""
 
 import time
 from collections import OrderedDict, deque
@@ -36,11 +32,7 @@ _REMEMBERED = 4096
 
 
 class Handshakes:
-    """Counts failed handshakes.
-
-    ZeroMQ reports every accepted connection and every handshake that succeeds, but only some that fail. So a connection
-    has failed that was accepted longer ago than a handshake may take, and was not decided.
-    """
+    """Counts failed handshakes: those that are not decided in time, since ZeroMQ reports only some that fail."""
 
     def __init__(self) -> None:
         self._under_way: deque[float] = deque()
@@ -65,10 +57,7 @@ class Handshakes:
 
 
 class Access:
-    """Admits senders to this process's mailbox. The control thread owns it.
-
-    Any thread may call `refused` and `is_revoked`.
-    """
+    """Admits senders to a mailbox; without keys, all. Any thread may call `refused` and `is_revoked`."""
 
     def __init__(
         self, context: "zmq.Context[zmq.Socket[bytes]]", mailbox: "zmq.Socket[bytes]", keys: Keys | None

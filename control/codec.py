@@ -57,10 +57,7 @@ def encode(message: Message, sender: Peer, to: str = "", version: int = PROTOCOL
 
 
 def decode(data: bytes) -> tuple[Frame, Message | Greeting | None]:
-    """A frame and its message; of another wire version only the stable part, None if its kind has none.
-
-    Raises MalformedMessage.
-    """
+    """A frame and its message; of another wire version the stable part, if there is one. Raises MalformedMessage."""
     try:
         frame = Frame.model_validate(msgpack.unpackb(data, use_list=False, strict_map_key=True))
         is_ours = frame.v == PROTOCOL_VERSION

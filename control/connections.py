@@ -39,10 +39,7 @@ class Connections:
         self._by_address: dict[str, _Connection] = {}
 
     def post(self, address: str, frame: bytes, heard: float | None) -> None:
-        """Queue a frame. heard: when the address was last heard (time.monotonic).
-
-        Raises zmq.ZMQError if the queue is full or the address cannot be connected to.
-        """
+        """Queue a frame. heard: when its address last was. Raises zmq.ZMQError if it cannot be queued."""
         now = time.monotonic()
         connection = self._by_address.get(address)
         if connection is not None and now - max(connection.made, heard or 0.0) > DEAF_S:

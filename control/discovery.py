@@ -29,10 +29,7 @@ def resolve(host: str) -> list[str]:
 
 
 class GatewayAddresses:
-    """The addresses of all gateways, which a thread keeps up to date from `start` to `stop`.
-
-    If a lookup fails, the last answer stays.
-    """
+    """The addresses of all gateways, kept up to date from `start` to `stop`. If a lookup fails, the last stay."""
 
     def __init__(self, names: Sequence[str], resolver: Resolver = resolve) -> None:
         """names: HOST:PORT each."""

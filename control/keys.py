@@ -143,10 +143,7 @@ def load_token(directory: Path) -> str:
 
 
 def generate(directory: Path) -> None:
-    """Make a cluster's key pair, a pair for every role, and the operator's token.
-
-    Raises StartupError, and writes nothing, if one of the files exists.
-    """
+    """Make the keys of a cluster and its roles, and the operator's token. Raises StartupError if a file exists."""
     cluster, own = _new_pair(), {role: _new_pair() for role in ROLES}
     secret_files = {directory / "cluster.key_secret": _secret_file(cluster)}
     secret_files |= {directory / f"{role}.key_secret": _secret_file(pair, role) for role, pair in own.items()}
@@ -157,10 +154,7 @@ def generate(directory: Path) -> None:
 
 
 def generate_node(directory: Path, node: str) -> Path:
-    """Make a key pair for one node, ROLE:NAME, so that it can be revoked alone. Returns the file of its secret.
-
-    Raises StartupError, and writes nothing, if one of that name exists or there are no cluster keys.
-    """
+    """Make a key pair for one node, ROLE:NAME, to be revoked alone. Returns its secret's file. Raises StartupError."""
     role_name, _, name = node.partition(":")
     if (role := _role(role_name)) is None or not _NODE_NAME.fullmatch(name):
         raise StartupError(f"--node {node}: expected {'|'.join(ROLES)}, a colon and a name, such as prefill:prefill-7")

@@ -37,10 +37,7 @@ _NONE = _Signs(0.0)
 
 
 class Liveness:
-    """Signs of life, by process and by address. The control thread notes them.
-
-    Any thread may ask: a lookup is one operation, which needs no lock.
-    """
+    """Signs of life, by process and by address. The control thread notes them; any thread may ask, without a lock."""
 
     def __init__(self) -> None:
         self._asked: dict[int, tuple[str, float]] = {}

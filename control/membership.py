@@ -57,47 +57,42 @@ class _Gateway:
     """Why it refused this node the last time; None if it has registered it since."""
 
 
+@dataclass(eq=False)
 class Membership:
-    """Keeps one node registered with every gateway.
+    """Keeps one node registered with every gateway, on the control thread, so a busy node is not taken for a dead one.
 
-    Runs on the control thread, so that a busy node is not taken for a dead one. Other threads only call `is_member`,
-    `rejection_reason`, `gateway_lost`, `leave`, `cache_serials` and `tell`, so the table of gateways is replaced and
-    never changed.
+    Other threads only call `is_member`, `rejection_reason`, `gateway_lost`, `leave`, `cache_serials` and `tell`, so the
+    table of gateways is replaced and never changed.
     """
 
-    def __init__(
-        self,
-        control: ControlPlane,
-        addresses: GatewayAddresses,
-        register: Callable[[str], Register],
-        heartbeat: Callable[[str], Heartbeat],
-    ) -> None:
-        """register, heartbeat: make the message for a gateway's address, on the control thread."""
-        self._control = control
-        self._register = register
-        self._heartbeat = heartbeat
+    control: ControlPlane
+    addresses: GatewayAddresses
+    register: Callable[[str], Register]
+    """Makes the message for a gateway's address, on the control thread; so does `heartbeat`."""
+    heartbeat: Callable[[str], Heartbeat]
+
+    def __post_init__(self) -> None:
         self.rejection_reason: str | None = None
         """Why a gateway refuses this node, if none has registered it yet."""
         self._ever_registered = False
         self._leaving = False
-        self._addresses = addresses
         self._gateways: dict[str, _Gateway] = {}
 
     @property
     def is_member(self) -> bool:
         """Whether a gateway has registered this node, or it was told of none."""
-        return not self._addresses.expected or any(gateway.registered for gateway in self._gateways.values())
+        return not self.addresses.expected or any(gateway.registered for gateway in self._gateways.values())
 
     def tick(self) -> None:
         """Register or heartbeat, whichever each gateway needs. A node that leaves does not register any more."""
-        self._take_in(self._addresses.current)
+        self._take_in(self.addresses.current)
         for address, gateway in self._gateways.items():
             if gateway.registered:
-                self._tell(address, gateway, self._heartbeat(address))
+                self._tell(address, gateway, self.heartbeat(address))
             if self._leaving:
                 self._tell(address, gateway, Leaving())
             elif not gateway.registered:
-                self._tell(address, gateway, self._register(address))
+                self._tell(address, gateway, self.register(address))
                 self._log_if_missed(address, gateway)
 
     def receive(self, sender: Peer, message: Registered | Refused | HeartbeatAck) -> None:
@@ -125,7 +120,7 @@ class Membership:
                 gateway.cache_serial = message.cache_serial
                 gateway.registered &= message.known
                 if not message.known and not self._leaving:
-                    self._tell(message.via, gateway, self._register(message.via))
+                    self._tell(message.via, gateway, self.register(message.via))
 
     def gateway_lost(self, peer: Peer, now: float, silence_s: float) -> bool:
         """Whether that gateway process is gone: another boot answers in its place, or it was silent for `silence_s`."""
@@ -163,7 +158,7 @@ class Membership:
     def _tell(self, address: str, gateway: _Gateway, message: Message) -> None:
         # At an address that is not listed any more there may be another cluster's process.
         to = gateway.peer.model_copy(update={"address": address})
-        self._control.send(to, message, any_boot=gateway.listed)
+        self.control.send(to, message, any_boot=gateway.listed)
 
     def _take_in(self, listed: frozenset[str]) -> None:
         """Add the gateways that are new, and forget those that are neither listed nor heard."""
@@ -182,16 +177,11 @@ class Membership:
     def leave(self) -> None:
         """Tell every gateway, now and with every heartbeat, that this node takes no more requests."""
         self._leaving = True
-        for address, gateway in self._gateways.items():
-            self._tell(address, gateway, Leaving())
+        self.tell(self._gateways, Leaving())
 
 
 class CacheReports:
-    """Tells gateways which blocks a node's prefix cache has, so that requests are routed to them. One loop calls it.
-
-    Each update is sent once. Gateways acknowledge updates with heartbeats. A gateway that misses one gets the whole
-    cache, or as much of it as fits one message.
-    """
+    """Tells gateways what a prefix cache has: each update once, and all to one that missed one. One loop calls it."""
 
     def __init__(self, gateways: Membership, newest: Callable[[int], BlockHashes]) -> None:
         """newest: hashes of at most that many cached blocks, the last used first."""

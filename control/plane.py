@@ -142,19 +142,13 @@ class ControlPlane:
             self._close()
 
     def send(self, to: Peer, message: Message | Callable[[], Message], *, any_boot: bool = False) -> None:
-        """Send once. any_boot: any process at the address may act on it.
-
-        message: or a function that makes it, which the control thread calls.
-        """
+        """Send once. message: or what makes it, on the control thread. any_boot: any process there may act on it."""
         self._hand_over(lambda: self._send(to, message if isinstance(message, Message) else message(), any_boot))
 
     def repeat(
         self, key: Hashable, to: Peer, message: Message, *, every: float = 0.5, give_up_after: float = math.inf
     ) -> None:
-        """Send now and every `every` seconds until `answered(key)`, less often while the peer is silent.
-
-        It replaces what is repeated under the key.
-        """
+        """Send every `every` seconds until `answered(key)`, less often to a silent peer. Replaces what has the key."""
         self._hand_over(lambda: self._repeats.add(key, to, message, every, give_up_after))
 
     def answered(self, key: Hashable) -> None:
@@ -175,10 +169,7 @@ class ControlPlane:
         return self._access.is_revoked(peer.boot_id)
 
     def silence(self, peer: Peer) -> float:
-        """Seconds since the process was sent the latest ping that it answered; infinite if it answered none.
-
-        Its other messages do not count: they may be old.
-        """
+        """Seconds since the latest answered ping was sent, or infinite. Other messages may be old, and do not count."""
         alive = self.alive_after(peer.boot_id)
         return math.inf if alive is None else time.monotonic() - alive
 

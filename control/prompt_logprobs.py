@@ -1,7 +1,4 @@
-"""Log probabilities of a prompt's tokens, in messages and in the table that collects them.
-
-A prompt of n tokens has those of positions 1 to n - 1: the first token has none.
-"""
+"""Log probabilities of a prompt's tokens from position 1 on, in messages and in the table that collects them."""
 
 from collections.abc import Iterator
 from typing import Annotated, Self
@@ -66,10 +63,7 @@ class PromptLogprobs(WireModel):
 
 
 class PromptLogprobTable:
-    """The log probabilities of one prompt, as they arrive.
-
-    ints, floats: as in PromptLogprobs, for all positions from 1 on.
-    """
+    """The log probabilities of one prompt, as they arrive. ints, floats: as in PromptLogprobs, from position 1 on."""
 
     def __init__(self, num_tokens: int, alternatives: int) -> None:
         """num_tokens: of the whole prompt."""

@@ -94,11 +94,8 @@ class Admission:
         self.held += size
 
     def _admit(self, request: Request, counted: RequestBytes) -> bytes:
-        """The key of the client, empty if it has none and needs none.
-
-        Raises ApiError if the request is refused. The key comes first: others learn nothing about the limits.
-        """
-        client_key = self._key_of(request, self._keys)
+        """The client's key, empty if it needs none. Raises ApiError; for the key first, so others learn no limits."""
+        client_key = self._key_of(request)
         if client_key is None:
             message = "the API key is not one of this server's"
             if not {"authorization", "x-api-key"} & set(request.headers):
@@ -111,17 +108,15 @@ class Admission:
         counted.body(declared)
         return client_key
 
-    @staticmethod
-    def _key_of(request: Request, keys: ApiKeys | None) -> bytes | None:
-        """The accepted key that either header has, or None: OpenAI's clients send the first one, Anthropic's the
-        second. Where no key is needed, whatever is sent as one."""
+    def _key_of(self, request: Request) -> bytes | None:
+        """The accepted key that OpenAI's or Anthropic's header has, or None. Without keys, whatever is sent as one."""
         bearer = request.headers.get("authorization", "").encode("latin-1")
         alone = b"Bearer " + request.headers.get("x-api-key", "").encode("latin-1")
         for header in (bearer, alone):
             key = header.partition(b" ")[2].strip()
-            if keys.accept(header) if keys is not None else key:
+            if self._keys.accept(header) if self._keys is not None else key:
                 return key
-        return b"" if keys is None else None
+        return b"" if self._keys is None else None
 
     def _bounded(self, receive: Receive, counted: RequestBytes) -> Receive:
         """`receive` that raises ApiError for a body that is too large: not every body declares its length."""

@@ -1,8 +1,7 @@
 """One attempt to have a request generated: the decode node that has it, and what arrived from there.
 
-Messages may be lost, but each says at which index its tokens begin, so a gap shows as soon as a later token arrives.
-Tokens after a gap are dropped; the decode client asks for all tokens from the gap on. Log probabilities of the prompt
-that are missing when the first token comes are a gap before it.
+Each message says at which index its tokens begin. Tokens after a gap are dropped, and the decode client asks for all
+tokens from the gap on. Log probabilities of the prompt that are missing at the first token are a gap before it.
 """
 
 import asyncio
@@ -28,10 +27,9 @@ _TOKEN_BYTES = 120
 
 @dataclass(frozen=True)
 class TokenizedRequest:
-    """What a decode node is to generate. `arrived` and `deadline` are in time.monotonic.
+    """What a decode node is to generate. arrived, deadline: in time.monotonic.
 
-    generate: what the node is told, but for `further` and the prefill nodes. It is made when a request is prepared, on
-    a thread, since the validation of a long prompt takes as long as thousands of tokens.
+    generate: without `further` and the prefill nodes. A thread makes it: the validation of a long prompt takes long.
     """
 
     generate: Generate
@@ -67,13 +65,11 @@ EndReason: TypeAlias = Literal["stop", "length"]
 
 
 class Delta(NamedTuple):
-    """What new tokens add to an answer. The text of a token may come with a later delta than its id.
+    """What new tokens add to an answer. A named tuple: a frozen dataclass takes three times as long to make.
 
-    A named tuple, like whatever is made for each token: a frozen dataclass takes three times as long to make.
-
-    offsets: where in the answer's text each token begins, counted with the stop string. first: the answer begins with
-    these tokens; earlier ones came from a node that failed and no longer count. stop: the stop string that ended the
-    answer. prompt: with the first tokens, the log probabilities of the prompt, if they were asked for.
+    text: that of a token may come with a later delta. offsets: where in the answer's text each token begins, counted
+    with the stop string. first: the answer begins with these tokens; earlier ones came from a node that failed. stop:
+    the stop string that ended the answer. prompt: with the first tokens, the prompt's log probabilities, if asked for.
     """
 
     text: str
@@ -98,10 +94,7 @@ class DeltaSink:
 
 @dataclass(eq=False, slots=True)
 class PendingGenerate:
-    """A message that asks a node for some choices of a prompt. unanswered: those that the node has not answered.
-
-    key: of the repeated message, once it is sent.
-    """
+    """Asks a node for choices of a prompt. unanswered: those that it has not answered. key: of the message, if sent."""
 
     node: Peer
     unanswered: dict[str, Generate] = field(default_factory=dict)
@@ -117,20 +110,14 @@ class PendingGenerate:
 
 @dataclass(eq=False, slots=True)
 class PendingGroup:
-    """The choices of one prompt that begin together.
-
-    cached: by boot id, how many tokens of the prompt nodes have; looked up once for all choices. by_node: by boot id.
-    """
+    """Choices of one prompt that begin together. cached: tokens of it that nodes have, by boot id; looked up once."""
 
     cached: Mapping[str, int]
     by_node: dict[str, PendingGenerate] = field(default_factory=dict)
 
 
 class NodeFailed(Exception):
-    """This decode node does not finish the request; another one may.
-
-    retry_after: seconds after which the node may have room, if it refused because its queue is full.
-    """
+    """This decode node does not finish the request; another may. retry_after: seconds until its queue may have room."""
 
     def __init__(self, reason: str, retry_after: float | None = None) -> None:
         super().__init__(reason)
@@ -139,10 +126,7 @@ class NodeFailed(Exception):
 
 @dataclass
 class _Gap:
-    """Tokens from index `start` on are missing; one of index `stop` came instead and was dropped.
-
-    known: the highest end of any output that was heard. since: when the gap was noticed, or last became smaller.
-    """
+    """Tokens [start, stop) are missing. known: the highest end of any output. since: when it came up or last shrank."""
 
     start: int
     stop: int
@@ -210,10 +194,7 @@ class Attempt:
             self._wake()
 
     async def next(self) -> Sequence[Delta]:
-        """What has arrived since the last call, as it came, but for what the sink took; at least one delta.
-
-        Raises NodeFailed, ApiError or what `read` has raised. Only one task may wait here.
-        """
+        """What has arrived and the sink has not taken: at least one delta. Raises `failure`. Only one task may wait."""
         if not self._arrived and self.failure is None:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting

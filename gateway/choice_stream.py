@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
@@ -26,29 +27,23 @@ _QUEUED = 16
 """Elements that streams may have ready before they are read."""
 
 
+@dataclass(eq=False)
 class ChoiceStream:
     """One answer of a request. Belongs to the gateway's event loop.
 
     Choices of one prompt have the same log probabilities of its tokens, which are computed for the first of them alone.
-    Another one's first deltas wait for these, so all choices have to be read at the same time. Later deltas of it stay
-    in its attempt meanwhile, as those of any answer whose client is slow.
+    The first deltas of the others wait for these, so all choices have to be read at the same time. shared_prompt: these
+    log probabilities; None if nothing is shared.
     """
 
-    def __init__(
-        self,
-        prepared: PreparedRequest,
-        number: int,
-        tokenizer: CheckpointTokenizer,
-        metrics: Metrics,
-        shared_prompt: asyncio.Future[PromptLogprobTable] | None,
-    ) -> None:
-        """shared_prompt: the log probabilities of the prompt of several choices; None if nothing is shared."""
-        self._prepared = prepared
-        self._number = number
-        self._request = prepared.tokenized[number]
-        self._tokenizer = tokenizer
-        self._metrics = metrics
-        self._shared_prompt = shared_prompt
+    prepared: PreparedRequest
+    number: int
+    tokenizer: CheckpointTokenizer
+    metrics: Metrics
+    shared_prompt: asyncio.Future[PromptLogprobTable] | None
+
+    def __post_init__(self) -> None:
+        self._request = self.prepared.tokenized[self.number]
         self._text = self._new_text()
         self._tokens = 0
         self._ttft: float | None = None
@@ -61,10 +56,7 @@ class ChoiceStream:
     async def deltas(
         self, client: DecodeClient, held: HeldBytes, sink: DeltaSink
     ) -> AsyncGenerator[Sequence[Delta], None]:
-        """Its deltas, as many as are there, but for those that the sink takes. held: counts those that wait here.
-
-        Raises ApiError. Closing it early cancels the request.
-        """
+        """Its deltas, as many as are there, but for those that the sink takes. Raises ApiError. Closing it cancels."""
         request = self._request
         log.info(
             "request arrived",
@@ -79,12 +71,12 @@ class ChoiceStream:
                         self._reason = deltas[-1].finish_reason
                         # The node does not know stop strings: closing the stream makes it stop.
                         await answer.aclose()
-                    yield deltas if self._shared_prompt is None else await _with_prompt(deltas, self._shared_prompt)
+                    yield deltas if self.shared_prompt is None else await _with_prompt(deltas, self.shared_prompt)
         except Exception as error:
             self._reason = (isinstance(error, ApiError) and error.code) or "error"
             raise
         finally:
-            self._metrics.requests_finished.labels(reason=self._reason).inc()
+            self.metrics.requests_finished.labels(reason=self._reason).inc()
             log.info(
                 "request finished",
                 request_id=request.request_id,
@@ -95,23 +87,23 @@ class ChoiceStream:
             )
 
     def _new_text(self) -> ChoiceText:
-        options = self._prepared.text
-        return ChoiceText(self._tokenizer.detokenizer(options.skipped), options)
+        options = self.prepared.text
+        return ChoiceText(self.tokenizer.detokenizer(options.skipped), options)
 
     def _read(self, output: Output) -> Delta:
         if output.start == 0:
             self._text = self._new_text()
-            self._prepared.cached[self._number] = output.cached_tokens
+            self.prepared.cached[self.number] = output.cached_tokens
             self._tokens = 0
         delta = self._text.push(output)
         if tokens := len(delta.tokens):
             now = time.monotonic()
             if self._ttft is None:
                 self._ttft = now - self._request.arrived
-                self._metrics.ttft.observe(self._ttft)
+                self.metrics.ttft.observe(self._ttft)
             else:
                 for _ in range(tokens):
-                    self._metrics.inter_token.observe((now - self._last) / tokens)
+                    self.metrics.inter_token.observe((now - self._last) / tokens)
             self._last = now
             self._tokens += tokens
         return delta
@@ -125,33 +117,8 @@ async def _with_prompt(deltas: Sequence[Delta], shared: asyncio.Future[PromptLog
     return [first._replace(prompt=await shared), *others] if first.first else deltas
 
 
-def choice_streams(
-    prepared: PreparedRequest,
-    tokenizer: CheckpointTokenizer,
-    metrics: Metrics,
-    client: DecodeClient,
-    held: HeldBytes,
-    sink: DeltaSink | None,
-) -> AsyncGenerator[tuple[int, Sequence[Delta]], None]:
-    """The deltas of all answers, with the number of the answer. Raises ApiError. Closing it early cancels the request.
-
-    held: counts deltas that nobody has taken yet. sink: takes deltas if there is one answer only.
-    """
-    count, per_prompt = len(prepared.tokenized), prepared.request.computed_choices
-    shared: list[asyncio.Future[PromptLogprobTable] | None] = [None] * count
-    if prepared.shares_prompt_logprobs:
-        for start in range(0, count, per_prompt):
-            shared[start : start + per_prompt] = [asyncio.get_running_loop().create_future()] * per_prompt
-    only = sink if sink is not None and count == 1 else DeltaSink()
-    choices = [ChoiceStream(prepared, number, tokenizer, metrics, shared[number]) for number in range(count)]
-    return _merged([choice.deltas(client, held, only) for choice in choices])
-
-
-async def _merged(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[tuple[int, _T], None]:
-    """What the streams yield, as it comes, with the index of the stream.
-
-    The first error of any stream ends all; so does closing this one early. Then all streams are closed.
-    """
+async def merged(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[tuple[int, _T], None]:
+    """What the streams yield, with the index of the stream. All are closed after the first error, or with this one."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
             async for element in only:

@@ -5,12 +5,14 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import TypeVar
 
 from base.metrics import Metrics
+from control.prompt_logprobs import PromptLogprobTable
 from gateway.answers.streamed import StreamedAnswer, encode_json
 from gateway.attempt import Delta, DeltaSink
-from gateway.choice_stream import choice_streams
+from gateway.choice_stream import ChoiceStream, merged
 from gateway.config import GatewayConfig
 from gateway.decode_client import DecodeClient
 from gateway.errors import ApiError, timed_out
@@ -29,37 +31,28 @@ _Body = TypeVar("_Body", bound=RequestBody)
 _Result = TypeVar("_Result")
 
 
+@dataclass(eq=False)
 class Completer:
     """Turns requests into answers. Belongs to the gateway's event loop.
 
     Threads parse and tokenize. Large requests have threads of their own, since one may take as long as thousands of
-    small ones.
+    small ones. may_go_first: whether the requests of an API key, or of clients without one, may go before others.
     """
 
-    def __init__(
-        self,
-        config: GatewayConfig,
-        preparer: Preparer,
-        client: DecodeClient,
-        registry: NodeRegistry,
-        metrics: Metrics,
-        context_length: int,
-        may_go_first: Callable[[bytes], bool],
-    ) -> None:
-        """may_go_first: whether the requests of an API key, or of clients without one, may go before others."""
-        self.model = config.model_name
+    config: GatewayConfig
+    preparer: Preparer
+    client: DecodeClient
+    registry: NodeRegistry
+    metrics: Metrics
+    context_length: int
+    may_go_first: Callable[[bytes], bool]
+
+    def __post_init__(self) -> None:
+        self.model = self.config.model_name
         self.created = int(time.time())
         """When the model was first served here, in seconds of Unix time."""
-        self.preparer = preparer
-        self.tokenizer = preparer.tokenizer
-        self._client = client
-        self._registry = registry
-        self._metrics = metrics
-        self.context_length = context_length
-        self._request_timeout = config.request_timeout
-        self._prefix_cache_per_key = config.prefix_cache_per_key
-        self._may_go_first = may_go_first
-        self.field_policy = FieldPolicy(config.strict_fields)
+        self.tokenizer = self.preparer.tokenizer
+        self.field_policy = FieldPolicy(self.config.strict_fields)
         self._small = ThreadPoolExecutor(_THREADS, thread_name_prefix="small")
         self._large = ThreadPoolExecutor(_THREADS, thread_name_prefix="large")
         self._answers = ThreadPoolExecutor(1, thread_name_prefix="answers")
@@ -68,7 +61,7 @@ class Completer:
     @property
     def capacity(self) -> Capacity:
         """The largest request that can be served now."""
-        return self._registry.capacity(self.context_length, time.monotonic())
+        return self.registry.capacity(self.context_length, time.monotonic())
 
     def check_model(self, model: str | None) -> None:
         """Raises ApiError (404) for a model that is not served. None stands for the one that is."""
@@ -79,14 +72,11 @@ class Completer:
     async def prepare(
         self, body: bytes, kind: type[GenerationBody], id_prefix: str, client_key: bytes
     ) -> PreparedRequest:
-        """Parse, check and tokenize a request. Raises ApiError (504 if that takes longer than a request may).
-
-        id_prefix: of the ids of its answers. client_key: the API key of its client, empty if it has none.
-        """
+        """Parse, check and tokenize a request. id_prefix: of its answers' ids. Raises ApiError, as `read` does."""
         now = time.monotonic()
-        salt_key = client_key if self._prefix_cache_per_key else None
-        arrival = Arrival(now, now + self._request_timeout, self.capacity, salt_key)
-        may_go_first = self._may_go_first(client_key)
+        salt_key = client_key if self.config.prefix_cache_per_key else None
+        arrival = Arrival(now, now + self.config.request_timeout, self.capacity, salt_key)
+        may_go_first = self.may_go_first(client_key)
 
         def prepared(request: GenerationBody) -> PreparedRequest:
             with request.renaming():
@@ -106,7 +96,7 @@ class Completer:
             return work(request)
 
         try:
-            async with asyncio.timeout(self._request_timeout):
+            async with asyncio.timeout(self.config.request_timeout):
                 return await asyncio.get_running_loop().run_in_executor(threads, parsed)
         except TimeoutError:
             raise timed_out() from None
@@ -114,7 +104,7 @@ class Completer:
     def _check_priority(self, request: ApiRequest, may_go_first: bool) -> None:
         """Raises ApiError (403) for a request that would go before others and may not."""
         if (request.priority or 0) < 0 and not may_go_first:
-            self._metrics.http_refused.labels(reason="priority").inc()
+            self.metrics.http_refused.labels(reason="priority").inc()
             message = (
                 f"priority: expected 0 or more, found {request.priority}: only clients that this server allows to go "
                 "before others may ask for less than 0 (--priority-key-file or --allow-priority of the gateway)"
@@ -145,8 +135,18 @@ class Completer:
     def deltas(
         self, prepared: PreparedRequest, held: HeldBytes, sink: DeltaSink | None = None
     ) -> AsyncGenerator[tuple[int, Sequence[Delta]], None]:
-        """As `choice_streams`."""
-        return choice_streams(prepared, self.tokenizer, self._metrics, self._client, held, sink)
+        """The deltas of all answers, with the number of the answer. Raises ApiError. Closing it cancels the request.
+
+        held: counts deltas that nobody has taken yet. sink: takes deltas if there is one answer only.
+        """
+        count, per_prompt = len(prepared.tokenized), prepared.request.computed_choices
+        shared: list[asyncio.Future[PromptLogprobTable] | None] = [None] * count
+        if prepared.shares_prompt_logprobs:
+            for start in range(0, count, per_prompt):
+                shared[start : start + per_prompt] = [asyncio.get_running_loop().create_future()] * per_prompt
+        only = sink if sink is not None and count == 1 else DeltaSink()
+        choices = [ChoiceStream(prepared, i, self.tokenizer, self.metrics, shared[i]) for i in range(count)]
+        return merged([choice.deltas(self.client, held, only) for choice in choices])
 
     def close(self) -> None:
         for threads in (self._small, self._large, self._answers):

@@ -17,10 +17,7 @@ API_KEYS_VARIABLE = "HISPARSE_PD_API_KEY"
 
 
 def given_keys(flag: str, words: Sequence[str] | None) -> tuple[str, ...]:
-    """The keys of --api-key or, without it, of the environment, where white space or commas separate them.
-
-    Raises StartupError if the environment variable is set and holds no key.
-    """
+    """The keys of --api-key, else of the environment. Raises StartupError if the variable is set and holds no key."""
     if words:
         return tuple(words)
     if API_KEYS_VARIABLE not in os.environ:

@@ -16,15 +16,7 @@ import structlog
 
 from control.messages import Accepted, Cancel, Ended, Output, Outputs, Peer, Rejected, Resend
 from control.plane import ControlPlane
-from gateway.attempt import (
-    Attempt,
-    Delta,
-    DeltaSink,
-    NodeFailed,
-    PendingGenerate,
-    PendingGroup,
-    TokenizedRequest,
-)
+from gateway.attempt import Attempt, Delta, DeltaSink, NodeFailed, PendingGenerate, PendingGroup, TokenizedRequest
 from gateway.errors import ApiError, context_length_exceeded, timed_out, unavailable
 from gateway.held_answers import HeldBytes
 from gateway.registry import SILENT_AFTER_S, NodeRegistry
@@ -68,10 +60,7 @@ class DecodeClient:
     async def stream(
         self, request: TokenizedRequest, read: Callable[[Output], Delta], held: HeldBytes, sink: DeltaSink
     ) -> AsyncGenerator[Sequence[Delta], None]:
-        """What `read` makes of the outputs of a request, as much as is there, but for what the sink takes.
-
-        Raises ApiError. Closing it early cancels the request at its node.
-        """
+        """What `read` makes of outputs, less what the sink takes. Raises ApiError. Closing it cancels the request."""
         failures: dict[str, NodeFailed] = {}
         while True:
             attempt = self._begin(request, failures, read, held, sink)
@@ -99,8 +88,7 @@ class DecodeClient:
         """Take a decode node's message."""
         match message:
             case Accepted():
-                attempt = self._attempt(message.request_id, sender)
-                if attempt is not None:
+                if attempt := self._attempt(message.request_id, sender):
                     self._answered(attempt)
             case Rejected():
                 self._stop_cancelling(message.request_id, sender)
@@ -114,10 +102,7 @@ class DecodeClient:
                     self._deliver_output(sender, output, now)
 
     async def sweep(self) -> None:
-        """Watch deadlines, silent nodes and unanswered Cancels for as long as the gateway runs.
-
-        Raises ControlPlaneFailed if the control thread has ended.
-        """
+        """Watch deadlines, silent nodes, unanswered Cancels. Raises ControlPlaneFailed if the control thread ends."""
         swept = time.monotonic()
         while True:
             await asyncio.sleep(SWEEP_S)
@@ -156,12 +141,11 @@ class DecodeClient:
     def _choose(
         self, request: TokenizedRequest, failures: Mapping[str, NodeFailed], now: float, cached: Mapping[str, int]
     ) -> Peer:
-        """The best node for a request that has not failed it. Raises ApiError if there is none.
-
-        failures, cached: by boot id, why a node failed it, and how many tokens of its prompt a node has.
-        """
-        node = self._node_of_group(request, failures)
-        node = node or self._registry.pick_decode(request.tokens, failures.keys(), now, cached)
+        """The best node that did not fail a request. failures, cached: by boot id. Raises ApiError if there is none."""
+        # A node that generates other choices of the same prompt comes first.
+        others = self._groups.get(request.group, {}).values()
+        nodes = (other.node for other in others if other.node.boot_id not in failures and other.failure is None)
+        node = next(nodes, None) or self._registry.pick_decode(request.tokens, failures.keys(), now, cached)
         if self._closed:
             raise unavailable("the gateway is shutting down")
         if node is None:
@@ -180,10 +164,7 @@ class DecodeClient:
         held: HeldBytes,
         sink: DeltaSink,
     ) -> Attempt:
-        """Begin an attempt. Its node is asked once all choices that begin together are known.
-
-        Raises ApiError if there is no node for it.
-        """
+        """Begin an attempt. Choices that begin together are asked for together. Raises ApiError if there is no node."""
         now, group = time.monotonic(), request.group
         pending = self._pending.get(group)
         if pending is None:
@@ -218,13 +199,6 @@ class DecodeClient:
             if prefill_nodes:
                 to_compute = prompt_tokens - group_pending.cached.get(prefill_nodes[0].boot_id, 0)
                 self._registry.assign(prefill_nodes[0], to_compute)
-
-    def _node_of_group(self, request: TokenizedRequest, failures: Mapping[str, NodeFailed]) -> Peer | None:
-        """The node that generates other choices of the same prompt, unless it has failed this one."""
-        for attempt in self._groups.get(request.group, {}).values():
-            if attempt.node.boot_id not in failures and attempt.failure is None:
-                return attempt.node
-        return None
 
     def _end(self, attempt: Attempt) -> None:
         """The one way in which an attempt ends."""

@@ -10,6 +10,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from control.messages import Output
 from gateway.attempt import Delta, EndReason
+from gateway.formats.reading import overlap
 
 _INCOMPLETE = "\ufffd"
 _WINDOW = 16
@@ -62,10 +63,9 @@ class TokenBytes:
 
 
 class ByteDetokenizer:
-    """Returns text deltas that together equal the text of all tokens decoded at once.
+    """Text deltas that together equal the text of all tokens decoded at once: for tokenizers whose text is their bytes.
 
-    For tokenizers whose text is their tokens' bytes, one after the other: the byte-level ones. Each token is decoded
-    once, so this takes a fraction of the time that a window takes.
+    Each token is decoded once, so this takes a fraction of the time that a window takes.
     """
 
     __slots__ = ("_bytes_of", "_rest", "_skipped")
@@ -178,9 +178,8 @@ class StopMatcher:
         if self.stop is not None:
             return ""
         self._held += text
-        if not ends:
-            return self._release(self._start_of_candidate())
-        found = [(start + len(stop), start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        stops = self._stops if ends else ()
+        found = [(start + len(stop), start, stop) for stop in stops if (start := self._held.find(stop)) >= 0]
         if found:
             end, start, self.stop = min(found)
             released, self._held = self._held[: end if self._includes_stop else start], ""
@@ -192,12 +191,7 @@ class StopMatcher:
         return self._release(len(self._held))
 
     def _start_of_candidate(self) -> int:
-        longest = len(self._stops[0]) - 1 if self._stops else 0
-        for start in range(max(0, len(self._held) - longest), len(self._held)):
-            suffix = self._held[start:]
-            if any(stop.startswith(suffix) for stop in self._stops):
-                return start
-        return len(self._held)
+        return len(self._held) - max(overlap(self._held, 0, stop) for stop in self._stops)
 
     def _release(self, end: int) -> str:
         released, self._held = self._held[:end], self._held[end:]
@@ -208,9 +202,8 @@ class StopMatcher:
 class TextOptions:
     """How the text of an answer is made of its tokens.
 
-    stops: strings that end it. includes_stop: they are part of the text. min_tokens: nothing ends it before that many
-    tokens. skipped: tokens that are not part of the text. prompt_only: it has no tokens. One was generated, since a
-    decode node generates at least one.
+    stops: strings that end it. includes_stop: they are part of it. min_tokens: nothing ends it before. skipped: tokens
+    that are not part of it. prompt_only: it has none, though a decode node generates at least one.
     """
 
     stops: tuple[str, ...] = ()

@@ -7,20 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from gateway.answers import lookups
 from gateway.answers.chat import ChatAnswer, ChatCompletion
 from gateway.answers.completions import Completion, CompletionAnswer
-from gateway.answers.lookups import (
-    Detokenized,
-    ModelCard,
-    ModelList,
-    TokenCount,
-    Tokenized,
-    count_tokens,
-    detokenize,
-    list_models,
-    one_model,
-    tokenize,
-)
 from gateway.answers.messages import Message, MessageAnswer
 from gateway.answers.responses import Response, ResponseAnswer
 from gateway.answers.streamed import Json, StreamedAnswer
@@ -81,8 +70,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Status("/ready", "Whether requests can be served", Ready),
     Status("/version", "Versions", Version),
     Status("/metrics", "Metrics for Prometheus", None),
-    Reads("/v1/models", "The models that are served", ModelList, list_models),
-    Reads("/v1/models/{model}", "One model", ModelCard, one_model),
+    Reads("/v1/models", "The models that are served", lookups.ModelList, lookups.list_models),
+    Reads("/v1/models/{model}", "One model", lookups.ModelCard, lookups.one_model),
     Generates("/v1/completions", "Continue prompts", Completion, CompletionRequest, CompletionAnswer, "cmpl-"),
     Generates(
         "/v1/chat/completions", "Answer a conversation", ChatCompletion, ChatCompletionRequest, ChatAnswer, "chatcmpl-"
@@ -99,8 +88,14 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/v1/messages", "Answer a conversation, in Anthropic's form", Message, MessagesRequest, MessageAnswer, "msg_"
     ),
     Computes(
-        "/v1/messages/count_tokens", "Count a conversation's tokens", TokenCount, CountTokensRequest, count_tokens
+        "/v1/messages/count_tokens",
+        "Count a conversation's tokens",
+        lookups.TokenCount,
+        CountTokensRequest,
+        lookups.count_tokens,
     ),
-    Computes("/tokenize", "Tokens of a text or of a conversation", Tokenized, TokenizeRequest, tokenize),
-    Computes("/detokenize", "Text of tokens", Detokenized, DetokenizeRequest, detokenize),
+    Computes(
+        "/tokenize", "Tokens of a text or of a conversation", lookups.Tokenized, TokenizeRequest, lookups.tokenize
+    ),
+    Computes("/detokenize", "Text of tokens", lookups.Detokenized, DetokenizeRequest, lookups.detokenize),
 )

@@ -8,14 +8,10 @@ from gateway.errors import ApiError
 
 
 class HeldAnswers:
-    """Counts the bytes of all answers. Belongs to the gateway's event loop.
-
-    When they are too many, the request that holds the most ends, whichever asked for room: others go on.
-    """
+    """Counts the bytes of all answers, on the event loop. If they are too many, the request with the most ends."""
 
     def __init__(self, per_request: int, total: int, ended: Counter) -> None:
-        """per_request, total: the most bytes, of all answers to one request and of all requests. ended: counts requests
-        that end for what they hold, by reason."""
+        """per_request, total: the most bytes, of one request and of all. ended: counts requests that end, by reason."""
         self._per_request = per_request
         self._total = total
         self._ended = ended
@@ -38,11 +34,8 @@ class HeldAnswers:
         if account.error is not None:
             self._leaving += size
 
-    def take(self, account: "HeldBytes", size: int) -> ApiError | None:
-        """Count bytes. End this request if it holds too much, and the largest if all together do.
-
-        Returns why this request ends, if it does; then the bytes do not count.
-        """
+    def take(self, account: "HeldBytes", size: int) -> None:
+        """Count bytes, unless this request ends: if it holds too much, or as the largest if all together do."""
         self.add(account, size)
         if account.held > self._per_request:
             text = (
@@ -56,10 +49,8 @@ class HeldAnswers:
             self._end(max(self._open, key=lambda each: each.held), "too_many_bytes", error)
         if account.error is not None:
             self.add(account, -size)
-        return account.error
 
     def close(self, account: "HeldBytes") -> None:
-        """Forget a request."""
         self.add(account, -account.held)
         self._open.discard(account)
 
@@ -87,9 +78,10 @@ class HeldBytes:
 
     def take(self, size: int) -> None:
         """Count bytes that are held from now on. Raises ApiError, and counts none, if the request is to end."""
-        error = self.error or self._all.take(self, size)
-        if error is not None:
-            raise error
+        if self.error is None:
+            self._all.take(self, size)
+        if self.error is not None:
+            raise self.error
 
     def give(self, size: int) -> None:
         """Count bytes no longer."""

@@ -14,10 +14,7 @@ from service.watched import WatchedFiles
 
 
 class ApiKeys:
-    """The accepted keys, kept as digests, and which of them may go first.
-
-    Raises StartupError for a key that no client could send, and for a file without keys or that anyone can read.
-    """
+    """The accepted keys, as digests. Raises StartupError for a key that no client could send, and an unusable file."""
 
     def __init__(self, keys: Sequence[str], file: Path | None, priority_file: Path | None = None) -> None:
         """priority_file: has further keys, those whose requests may go before others."""
@@ -29,10 +26,7 @@ class ApiKeys:
         return len(self._digests())
 
     def accept(self, authorization: bytes) -> bool:
-        """Whether the value of an Authorization header is `Bearer KEY`.
-
-        Takes the same time for every key: compares digests, which have one length, and always all of them.
-        """
+        """Whether a header is `Bearer KEY`. In constant time: compares all digests, which have one length."""
         scheme, _, key = authorization.partition(b" ")
         return _is_one_of(key.strip(), self._digests()) and scheme.lower() == b"bearer"
 

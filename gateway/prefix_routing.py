@@ -6,8 +6,9 @@ a whole one when the acknowledged serial shows that one was missed. So the index
 either side, and applying an update twice is applying it once.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from base.block_hashes import BLOCK_TOKENS, BlockHashes
 from control.messages import CacheUpdate
@@ -25,21 +26,14 @@ class _NodeBlocks:
 
 
 class PrefixIndex:
-    """Blocks by node. Not thread-safe: the gateway's event loop owns it.
-
-    Nodes are known by boot id, so a node that restarted begins with nothing. Of each node up to `max_blocks` blocks are
-    kept, those that were used last; a block takes some 100 bytes.
-    """
+    """Blocks by boot id, of each node the last used `max_blocks`. A block takes 100 bytes. The event loop owns it."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         self._nodes: dict[str, _NodeBlocks] = {}
 
     def apply(self, boot_id: str, update: CacheUpdate) -> None:
-        """Note an update. If one before it is missing, `serial` stays as it is.
-
-        What it says is noted even so. An update that came before is ignored.
-        """
+        """Note an update, unless it came before. If one before it is missing, `serial` stays as it is."""
         node = self._nodes.setdefault(boot_id, _NodeBlocks())
         if update.serial <= node.serial:
             return
@@ -66,14 +60,11 @@ class PrefixIndex:
         return len(node.known) if node else 0
 
     def matched(self, hashes: BlockHashes) -> dict[str, int]:
-        """How many tokens at the beginning of a prompt each node that sent updates has, by boot id.
-
-        hashes: uint64 [blocks], of the prompt's blocks. Those that are found count as used.
-        """
+        """By boot id, how many first tokens of a prompt a node has; they count as used. hashes: uint64 [blocks]."""
         names = hashes.tolist()
         found = {}
         for boot_id, node in self._nodes.items():
-            blocks = _leading(names, node.known)
+            blocks = sum(1 for _ in takewhile(node.known.__contains__, names))
             self._use(node, names[:blocks])
             found[boot_id] = blocks * BLOCK_TOKENS
         return found
@@ -86,16 +77,6 @@ class PrefixIndex:
             known[name] = None
         while len(known) > self._max_blocks:
             del known[next(iter(known))]
-
-
-def _leading(names: Iterable[int], known: dict[int, None]) -> int:
-    """How many of `names`, from the first on, are known."""
-    count = 0
-    for name in names:
-        if name not in known:
-            break
-        count += 1
-    return count
 
 
 def ranked(nodes: Sequence[str], cached: Mapping[str, int], load: Mapping[str, int]) -> list[str]:

@@ -93,11 +93,7 @@ class PreparedRequest:
 
 @dataclass(frozen=True)
 class Arrival:
-    """What matters of a request in addition to its body.
-
-    time, deadline: in time.monotonic. capacity: the largest request that can be served then. salt_key: the API key that
-    separates its cached prefixes from others', or None.
-    """
+    """What else matters of a request. time, deadline: time.monotonic. salt_key: the API key with its own prefixes."""
 
     time: float
     deadline: float
@@ -111,12 +107,13 @@ class Preparer:
     def __init__(
         self, tokenizer: CheckpointTokenizer, chat_format: ChatFormat | None, block_hasher: BlockHasher | None
     ) -> None:
-        """chat_format: how chats are written; None if the checkpoint knows none. block_hasher: for routing to where
-        prefixes are cached; None if routing does not look at that."""
+        """chat_format: None if the checkpoint has none. block_hasher: None if cached prefixes do not matter."""
         self.tokenizer = tokenizer
         self._chat_format = chat_format
         markers = frozenset() if chat_format is None else chat_format.markers
-        self._skipped_in_chats = tokenizer.special_ids - tokenizer.special_ids_of(markers)
+        self._skipped_in_chats = tokenizer.special_ids - {
+            token_id for text, token_id in tokenizer.added_ids.items() if text in markers
+        }
         """Special tokens that are no part of an answer's text; the parsers of chats look for the others."""
         self._block_hasher = block_hasher
 
@@ -173,10 +170,7 @@ class Preparer:
     def chat_prompt(
         self, request: ChatCompletionRequest, special_tokens: bool = False
     ) -> tuple[list[int], ChatReading]:
-        """The token ids of a conversation, and how the answers to it are taken apart. Raises ApiError.
-
-        special_tokens: those that the tokenizer puts in front of a text come in front of what the format writes.
-        """
+        """A chat's token ids, and how its answers are read. special_tokens: put them in front. Raises ApiError."""
         if self._chat_format is None:
             raise ApiError(400, "this model has no chat template: use /v1/completions", param="messages")
         tools = request.usable_tools
@@ -234,10 +228,7 @@ def _check_settings(firsts: Sequence[TokenizedRequest]) -> None:
 
 
 def _choices(firsts: Sequence[TokenizedRequest], choices: int) -> tuple[TokenizedRequest, ...]:
-    """All answers, given the first one of each prompt. Each has its own id and its own seed.
-
-    Of those that share their prompt only the first has its log probabilities computed.
-    """
+    """All answers, each with its own id and seed. Of each prompt only the first has log probabilities computed."""
     if len(firsts) * choices == 1:
         return tuple(firsts)
 
@@ -254,10 +245,7 @@ def _choices(firsts: Sequence[TokenizedRequest], choices: int) -> tuple[Tokenize
 
 
 def _grammar(request: ApiRequest, reading: ChatReading | None, added_ids: Mapping[str, int]) -> Grammar | None:
-    """What the answers have to look like, after their reasoning. Raises ApiError.
-
-    added_ids: the tokenizer's added tokens, by their text.
-    """
+    """What the answers have to look like, after their reasoning. added_ids: added tokens by text. Raises ApiError."""
     structure = request.structure()
     after = reading.format.end_of_reasoning if reading is not None and reading.reasoning else None
     if isinstance(request, ChatCompletionRequest) and (tools := ToolSet(request.required_tools)):

@@ -63,7 +63,11 @@ def run_gateway(config: GatewayConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises StartupError if the configuration cannot be served."""
     configure_logging(config.log_level, config.log_format, "gateway")
     gateway = Gateway(config)
-    _spare_collections()
+    # Modules and the tokenizer stay until the end, and what a message of a decode node becomes is freed by reference
+    # counts. Yet it is more than the 700 new objects after which Python collects by default.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_COLLECTED_AFTER)
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()
@@ -72,17 +76,6 @@ def run_gateway(config: GatewayConfig) -> None:
         await gateway.serve()
 
     asyncio.run(serve())
-
-
-def _spare_collections() -> None:
-    """Have the garbage collector look at less, and less often.
-
-    Modules and the tokenizer stay until the end. What a message of a decode node becomes is freed by reference counts,
-    but is more than the 700 new objects after which Python collects by default.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_COLLECTED_AFTER)
 
 
 class Gateway:
@@ -101,8 +94,9 @@ class Gateway:
             tokenizer = CheckpointTokenizer(str(config.model_path), config.chat_template)
             context_length = _context_length(config, tokenizer)
             limits = _request_limits(config, context_length)
-            _check_answer_limits(config)
-            self.registry = NodeRegistry(tokenizer.identity, _caches(config))
+            by_prefix = config.routing == "prefix"
+            caches = PrefixIndex(config.max_routed_tokens // BLOCK_TOKENS) if by_prefix else None
+            self.registry = NodeRegistry(tokenizer.identity, caches)
             chat_format = chat_format_of(config, tokenizer)
             cluster_keys = None if config.key_dir is None else load_keys(config.key_dir, "gateway")
             self.control = ControlPlane(
@@ -123,11 +117,7 @@ class Gateway:
         self._client = DecodeClient(self.control, self.registry)
         self._completer = Completer(
             config,
-            Preparer(
-                tokenizer,
-                chat_format,
-                BlockHasher(cache_seed(cluster_keys)) if config.routing == "prefix" else None,
-            ),
+            Preparer(tokenizer, chat_format, BlockHasher(cache_seed(cluster_keys)) if by_prefix else None),
             self._client,
             self.registry,
             self.metrics,
@@ -230,18 +220,15 @@ class Gateway:
         self.control.send(sender, answer)
 
     def _unready_reason(self) -> str | None:
-        """What keeps this gateway from serving, or None."""
         return self.registry.unready_reason(time.monotonic()) if self.lifecycle.serving else "draining"
 
     def _rejection_reason(self) -> ApiError | None:
-        """Why no request can be taken now, or None."""
         if not self.lifecycle.serving:
             return ApiError(503, "the gateway is shutting down", code="draining", retry_after=1.0)
         reason = self._unready_reason()
         return None if reason is None else unavailable(reason)
 
     def _refresh(self) -> None:
-        """Bring the gauges up to date before a scrape."""
         now = time.monotonic()
         self.metrics.nodes.labels(role="prefill").set(self.registry.count("prefill", now))
         self.metrics.nodes.labels(role="decode").set(self.registry.count("decode", now))
@@ -263,10 +250,6 @@ def _api_keys(config: GatewayConfig) -> ApiKeys | None:
     return None
 
 
-def _caches(config: GatewayConfig) -> PrefixIndex | None:
-    return PrefixIndex(config.max_routed_tokens // BLOCK_TOKENS) if config.routing == "prefix" else None
-
-
 def _context_length(config: GatewayConfig, tokenizer: CheckpointTokenizer) -> int:
     if config.context_length is None:
         return tokenizer.context_length
@@ -279,9 +262,9 @@ def _context_length(config: GatewayConfig, tokenizer: CheckpointTokenizer) -> in
 
 
 def _request_limits(config: GatewayConfig, context_length: int) -> RequestLimits:
-    if config.max_body_mib is None:
-        body_bytes = max(_MIN_BODY_BYTES, _BODY_BYTES_PER_TOKEN * context_length)
-    else:
+    """Raises StartupError for a limit of all requests that is less than that of one."""
+    body_bytes = max(_MIN_BODY_BYTES, _BODY_BYTES_PER_TOKEN * context_length)
+    if config.max_body_mib is not None:
         body_bytes = config.max_body_mib << 20
     total_bytes = config.max_total_body_mib << 20
     if total_bytes < body_bytes:
@@ -289,15 +272,12 @@ def _request_limits(config: GatewayConfig, context_length: int) -> RequestLimits
             f"--max-total-body-mib {config.max_total_body_mib} is less than the largest body, "
             f"{body_bytes / 2**20:g} MiB (--max-body-mib): raise it, or lower that"
         )
-    return RequestLimits(body_bytes, config.max_concurrent_requests, total_bytes)
-
-
-def _check_answer_limits(config: GatewayConfig) -> None:
     if config.max_total_answer_mib < config.max_answer_mib:
         raise StartupError(
             f"--max-total-answer-mib {config.max_total_answer_mib} is less than what one request may take, "
             f"{config.max_answer_mib} (--max-answer-mib): raise it, or lower that"
         )
+    return RequestLimits(body_bytes, config.max_concurrent_requests, total_bytes)
 
 
 def _max_connections(requests: int) -> int:

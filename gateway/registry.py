@@ -60,8 +60,7 @@ class NodeRegistry:
     """Known nodes by address. Not thread safe: the gateway's event loop owns it."""
 
     def __init__(self, checkpoint: CheckpointIdentity | None = None, caches: PrefixIndex | None = None) -> None:
-        """checkpoint: this gateway's own, which the nodes must have, too. caches: what nodes have cached; None if that
-        does not matter."""
+        """checkpoint: this gateway's, which nodes must have. caches: what nodes have; None if it does not matter."""
         self._checkpoint = checkpoint
         self._caches = caches
         self._nodes: dict[str, Node] = {}
@@ -121,11 +120,7 @@ class NodeRegistry:
     def pick_decode(
         self, tokens: int, exclude: Collection[str], now: float, cached: Mapping[str, int] = _NOTHING_CACHED
     ) -> Peer | None:
-        """The best usable decode node that takes a request of `tokens`.
-
-        exclude: boot ids of nodes that are not considered. cached: how many tokens of the prompt each node has, by boot
-        id. Without it the node with the fewest outstanding KV tokens is the best (`gateway.prefix_routing`).
-        """
+        """The best usable decode node for that many tokens (`gateway.prefix_routing`). exclude, cached: by boot id."""
         candidates = [
             node
             for node in self._usable_decode(now)
@@ -137,20 +132,13 @@ class NodeRegistry:
     def rank_prefill(
         self, now: float, prompt_tokens: int = 0, cached: Mapping[str, int] = _NOTHING_CACHED
     ) -> list[Peer]:
-        """Ready prefill nodes, the best first. Those that do not take so long a prompt come last.
-
-        cached: how many tokens of the prompt each node has, by boot id. Without it the node with the fewest queued
-        tokens is the best.
-        """
+        """Ready prefill nodes, the best first; those that take no such prompt come last. cached: by boot id."""
         ready = self._ready_prefill(now)
         able = [node for node in ready if node.offer.max_request_tokens >= prompt_tokens]
         return _ranked(able, cached) + _ranked([node for node in ready if node not in able], cached)
 
     def cached(self, hashes: BlockHashes | None) -> dict[str, int]:
-        """How many tokens at the beginning of a prompt nodes have, by boot id, as far as is known here.
-
-        hashes: uint64 [blocks], of the prompt's blocks; None if they do not matter.
-        """
+        """How many tokens of a prompt nodes have, by boot id. hashes: uint64 [blocks]; None if they do not matter."""
         return {} if self._caches is None or hashes is None else self._caches.matched(hashes)
 
     def note_cache(self, peer: Peer, update: CacheUpdate) -> None:

@@ -54,7 +54,7 @@ class ApiServer:
 
     async def _answer(self, endpoint: Generates, http: Request) -> Response:
         work = self._generate(endpoint, await http.body(), http.scope["counted"], http.scope["client_key"])
-        return await unless_client_leaves(http, work)
+        return await unless_client_leaves(http.receive, work) or Response(status_code=CLIENT_LEFT)
 
     async def _generate(self, endpoint: Generates, body: bytes, counted: RequestBytes, client_key: bytes) -> Response:
         """The complete answer, or a stream once it has its first tokens: until then an error has an HTTP status."""

@@ -1,11 +1,11 @@
 """Answers as server-sent events, and what becomes of an answer when its client leaves."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import structlog
-from fastapi import Request, Response
+from fastapi import Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -29,8 +29,7 @@ _DELTAS_AT_ONCE = 16
 class EventStream(StreamingResponse):
     """An answer as server-sent events. However the response ends, the answer is closed, which frees its decode node.
 
-    Where the connection takes chunks, most deltas are written as soon as they arrive (`DeltaSink`). The other ones, as
-    the first, the last and those that a slow client waits for, come through `deltas`.
+    Where the connection takes chunks, the sink writes most deltas as they arrive. The others come through `deltas`.
     """
 
     def __init__(
@@ -51,23 +50,21 @@ class EventStream(StreamingResponse):
         self._answer = answer
         self._deltas = deltas
         self._sink = sink
-        self._chunks: ChunkWriter | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._chunks = scope.get("chunks")
         try:
             # Starlette's own way through a task group takes several times as long.
-            await _unless_client_leaves(receive, self.stream_response(send))
+            await unless_client_leaves(receive, self._stream(scope.get("chunks"), send))
         finally:
             await self._events.aclose()
             await self._deltas.aclose()
 
-    async def stream_response(self, send: Send) -> None:
+    async def _stream(self, chunks: ChunkWriter | None, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        if self._chunks is not None and self._chunks.open:
-            self._sink.take = _DirectWriter(self._answer, self._chunks).take
+        if chunks is not None and chunks.open:
+            self._sink.take = _direct_writer(self._answer, chunks)
             async for lines in self._events:
-                await self._chunks.write(lines)
+                await chunks.write(lines)
         else:
             async for lines in self._events:
                 await send({"type": "http.response.body", "body": lines, "more_body": True})
@@ -75,10 +72,7 @@ class EventStream(StreamingResponse):
 
 
 class WholeAnswer(Response):
-    """An answer that does not stream. It is sent in slices, so that it counts until its client has read it.
-
-    Where all answers hold too much and this one the most, its connection is closed.
-    """
+    """An answer that does not stream. It is sent in slices, so that it counts until its client has read it."""
 
     media_type = "application/json"
 
@@ -112,23 +106,19 @@ class WholeAnswer(Response):
             await send({"type": "http.response.body", "body": self.body[start:stop], "more_body": more})
 
 
-class _DirectWriter:
-    """Writes deltas of the only answer of a request: what a DeltaSink takes."""
+def _direct_writer(answer: StreamedAnswer, chunks: ChunkWriter) -> Callable[[Delta], bool]:
+    """What a DeltaSink takes deltas of the only answer of a request with."""
 
-    __slots__ = ("_answer", "_chunks")
-
-    def __init__(self, answer: StreamedAnswer, chunks: ChunkWriter) -> None:
-        self._answer = answer
-        self._chunks = chunks
-
-    def take(self, delta: Delta) -> bool:
+    def take(delta: Delta) -> bool:
         """Write a delta, and return true, unless it ends the answer, may take long, or the client is slow."""
-        if delta.finish_reason is not None or delta.prompt is not None or self._chunks.paused:
+        if delta.finish_reason is not None or delta.prompt is not None or chunks.paused:
             return False
-        if self._answer.kept_bytes > LARGE_BYTES:
+        if answer.kept_bytes > LARGE_BYTES:
             return False
-        self._chunks.write_soon(self._answer.encode_delta(0, delta))
+        chunks.write_soon(answer.encode_delta(0, delta))
         return True
+
+    return take
 
 
 async def _events(
@@ -162,8 +152,7 @@ async def _events(
 
 
 async def _lines(answer: StreamedAnswer, index: int, deltas: Sequence[Delta]) -> bytes:
-    """The lines of deltas. Those of a prompt's log probabilities, which come with the first delta of an answer, may
-    take a second: a thread makes them."""
+    """The lines of deltas. A thread makes those of a prompt's log probabilities, which may take a second."""
 
     def encoded() -> bytes:
         return b"".join([answer.encode_delta(index, delta) for delta in deltas])
@@ -171,13 +160,8 @@ async def _lines(answer: StreamedAnswer, index: int, deltas: Sequence[Delta]) ->
     return encoded() if deltas[0].prompt is None else await asyncio.to_thread(encoded)
 
 
-async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """The result of `work`, which is cancelled if the client disconnects first."""
-    response = await _unless_client_leaves(request.receive, work)
-    return Response(status_code=CLIENT_LEFT) if response is None else response
-
-
-async def _unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T | None:
+async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T | None:
+    """The result of `work`; None if the client disconnects first, which cancels it."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))
     try:

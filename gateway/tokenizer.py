@@ -23,10 +23,7 @@ class CheckpointTokenizer:
     """Text to token ids and back. Any thread may call it: only the constructor changes the library's tokenizer."""
 
     def __init__(self, model_path: str, chat_template: Path | None = None) -> None:
-        """chat_template: a file with a template to be used instead of the checkpoint's.
-
-        Raises StartupError if the directory is not a checkpoint with a tokenizer, or the file cannot be read.
-        """
+        """chat_template: a file to use instead of the checkpoint's. Raises StartupError if one of them is unusable."""
         directory = Path(model_path)
         if not directory.is_dir():
             raise StartupError(f"--model-path {model_path}: no such directory; give a Hugging Face checkpoint")
@@ -50,8 +47,9 @@ class CheckpointTokenizer:
         self._reserved_variables = {"messages", *signature(self._tokenizer.apply_chat_template).parameters}
         self._reserved_variables |= self._tokenizer.special_tokens_map.keys()
         self._token_bytes = TokenBytes(self._backend)
-        self._bytes_of = self._token_bytes.of
-        """One object for the detokenizers of all streams, which stays in the processor's cache."""
+        self.piece_bytes = self._token_bytes.of
+        """The bytes of one token, which may be part of a character. Together the tokens' bytes are the text. One object
+        for the detokenizers of all streams, which stays in the processor's cache."""
         self._pieces: dict[int, str] = {}
         """Tokens decoded alone: those that were asked for, at most the vocabulary."""
         added = self._tokenizer.added_tokens_decoder
@@ -67,10 +65,7 @@ class CheckpointTokenizer:
     def apply_chat_template(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: Mapping[str, Any]
     ) -> str:
-        """The prompt that the chat template makes of a conversation. Raises ApiError if the template refuses it.
-
-        tools: None where there are none. variables: passed to the template with these.
-        """
+        """The prompt that the chat template makes of these and of the variables. Raises ApiError if it refuses them."""
         if reserved := variables.keys() & self._reserved_variables:
             name = min(reserved)
             raise ApiError(400, f"chat_template_kwargs: {name} cannot be set", param="chat_template_kwargs")
@@ -110,10 +105,6 @@ class CheckpointTokenizer:
             return found.get("tool_use") or found.get("default")
         return found or None
 
-    def special_ids_of(self, texts: Collection[str]) -> frozenset[int]:
-        """Of the special tokens those with these texts."""
-        return frozenset(i for i in self.special_ids if self._tokenizer.convert_ids_to_tokens(i) in texts)
-
     def knows(self, token_id: int) -> bool:
         """Whether the id stands for anything: vocabularies may be padded."""
         return self._backend.id_to_token(token_id) is not None
@@ -131,14 +122,10 @@ class CheckpointTokenizer:
                 self._pieces[token_id] = known
         return known
 
-    def piece_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token, which may be part of a character. Together the tokens' bytes are the text."""
-        return self._bytes_of(token_id)
-
     def detokenizer(self, skipped: Collection[int]) -> ByteDetokenizer | WindowDetokenizer:
         """What makes one text of tokens as they arrive. skipped: ids that are not part of it."""
         if self._token_bytes.make_text:
-            return ByteDetokenizer(self._bytes_of, skipped)
+            return ByteDetokenizer(self.piece_bytes, skipped)
         return WindowDetokenizer(self.decode, lambda token_id: token_id in skipped or not self.knows(token_id))
 
 

@@ -79,10 +79,7 @@ def end_on_sigterm_until_served() -> None:
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit of open files to the hard limit, 65536 at most. Returns the limit in force.
-
-    A process without file descriptors accepts no connection and cannot log why.
-    """
+    """Raise the soft limit of open files to the hard limit, 65536 at most. Returns the limit in force."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

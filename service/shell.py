@@ -121,11 +121,7 @@ class NodeShell(Generic[Event]):
             )
 
     def receive(self, timeout: float) -> list[tuple[Peer, Message] | Event]:
-        """Everything that has arrived; waits up to `timeout` seconds for the first.
-
-        Raises StartupError if a gateway refused this node and none ever took it, ControlPlaneFailed if the control
-        thread has ended.
-        """
+        """What has arrived; waits `timeout` seconds for the first. Raises StartupError if refused, and as `check`."""
         self.control.check()
         if self._membership is not None and self._membership.rejection_reason is not None:
             raise StartupError(self._membership.rejection_reason)
@@ -164,7 +160,6 @@ class NodeShell(Generic[Event]):
             self._dropped += 1
 
     def _not_ready_reason(self) -> str | None:
-        """What keeps this node from serving, or None."""
         if not self.lifecycle.serving:
             return "draining"
         if self._membership is not None and not self._membership.is_member:

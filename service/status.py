@@ -47,10 +47,7 @@ class Version(TypedDict):
 def status_router(
     metrics: Metrics, not_ready_reason: Callable[[], str | None], refresh: Callable[[], None]
 ) -> APIRouter:
-    """The status routes. not_ready_reason: None if ready. refresh: updates gauges before a scrape.
-
-    /health never depends on another process.
-    """
+    """The status routes; /health needs no other process. not_ready_reason: None if ready. refresh: updates gauges."""
     router = APIRouter()
 
     @router.get("/health")

@@ -1,7 +1,4 @@
-"""Values read from files and read again when these change: keys and certificates are replaced without a restart.
-
-`server_tls` makes the TLS context of a server of them.
-"""
+"""Values read from files, and again when these change: keys and certificates are replaced without a restart."""
 
 import ssl
 import time
@@ -31,10 +28,7 @@ class WatchedFiles(Generic[T]):
         self._value = read()
 
     def get(self) -> T:
-        """The value. Looks at the files at most once a second.
-
-        If a changed file cannot be used (it may be half written), that is logged once, and the value stays.
-        """
+        """The value. Looks once a second. A changed file that cannot be used is logged, and the value stays."""
         now = time.monotonic()
         if now - self._looked >= _LOOK_EVERY_S:
             self._looked = now
@@ -59,16 +53,12 @@ def _version(path: Path) -> tuple[int, int, int] | None:
 
 
 def server_tls(certfile: Path | None, keyfile: Path | None) -> WatchedFiles[ssl.SSLContext] | None:
-    """The context for new connections, made again when the files change; None without files.
-
-    Raises StartupError if only one is given, or if they cannot be used together.
-    """
+    """The context for new connections, made again when files change; None without. Raises StartupError if unusable."""
     if certfile is None and keyfile is None:
         return None
-    if certfile is None:
-        raise StartupError("--ssl-keyfile without --ssl-certfile: TLS needs a certificate and its private key")
-    if keyfile is None:
-        raise StartupError("--ssl-certfile without --ssl-keyfile: TLS needs a certificate and its private key")
+    if certfile is None or keyfile is None:
+        given, missing = ("keyfile", "certfile") if certfile is None else ("certfile", "keyfile")
+        raise StartupError(f"--ssl-{given} without --ssl-{missing}: TLS needs a certificate and its private key")
     return WatchedFiles((certfile, keyfile), lambda: _context(certfile, keyfile))
 
 

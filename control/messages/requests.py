@@ -83,10 +83,7 @@ class Generate(Message, sent_by=GATEWAY):
 
     @cached_property
     def packed_prompt(self) -> "array[int]":
-        """The prompt's token ids as int32. Copies of the message that are made afterwards share it.
-
-        No NumPy array, since messages are compared.
-        """
+        """The prompt's token ids, shared by copies that are made afterwards. No NumPy array: messages are compared."""
         return array("i", self.prompt_ids)
 
     @property

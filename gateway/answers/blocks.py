@@ -1,26 +1,18 @@
-"""An answer as a sequence of blocks: reasoning, text and calls, one after the other.
-
-The formats that have blocks differ in how they write them, not in where they begin and end.
-"""
+"""An answer as a sequence of blocks: reasoning, text and calls. Formats differ only in how they write them."""
 
 from abc import ABC
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from gateway.answers.streamed import CHARACTER_BYTES, StreamedAnswer
 from gateway.attempt import Delta
 from gateway.formats.parsing import CallArguments, CallBegin, CallEnd, ContentDelta, Event, ReasoningDelta
-from gateway.held_answers import HeldBytes
-from gateway.preparer import ChatReading, PreparedRequest
-from gateway.tokenizer import CheckpointTokenizer
+from gateway.preparer import ChatReading
 
 
 @dataclass
 class Block:
-    """text: of a call, the JSON text of its arguments. complete: it was not cut off; of a call, its arguments are JSON.
-
-    number: 0, 1, ... within the answer. call_id, name: of a call.
-    """
+    """A part of an answer. text: of a call, its arguments as JSON. complete: not cut off; of a call, its JSON ended."""
 
     kind: Literal["reasoning", "text", "call"]
     number: int
@@ -31,36 +23,19 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A block begins. Nothing of its text is there yet."""
+class Change:
+    """A block opens without text, has more text, or ends, complete or not."""
 
+    kind: Literal["opened", "grew", "closed"]
     block: Block
-
-
-@dataclass(frozen=True)
-class Grew:
-    """A block has more text."""
-
-    block: Block
-    text: str
-
-
-@dataclass(frozen=True)
-class Closed:
-    """A block has ended, complete or not."""
-
-    block: Block
-
-
-Change: TypeAlias = Opened | Grew | Closed
+    text: str = ""
 
 
 @dataclass
 class BlockReader:
-    """Splits an answer into blocks as it comes.
+    """Splits an answer into blocks as it comes. whole: a call that breaks or is cut off is text.
 
-    White space between blocks belongs to none of them: it becomes part of a text only together with what follows it
-    there. whole: a call that breaks or is cut off is text.
+    White space between blocks becomes part of a text only together with what follows it there.
     """
 
     reading: ChatReading
@@ -127,20 +102,20 @@ class BlockReader:
             self._begin(Block(kind, len(self.blocks)), changes)
         assert self._open is not None
         self._open.text += text
-        changes.append(Grew(self._open, text))
+        changes.append(Change("grew", self._open, text))
 
     def _begin(self, block: Block, changes: list[Change]) -> None:
         self._close(changes)
         self._space = ""
         self._open = block
         self.blocks.append(block)
-        changes.append(Opened(block))
+        changes.append(Change("opened", block))
 
     def _close(self, changes: list[Change], ended: bool = True) -> None:
         """End the open block, if there is one. ended: the model ended it, unless it is a call."""
         if self._open is not None:
             self._open.complete |= ended and self._open.kind != "call"
-            changes.append(Closed(self._open))
+            changes.append(Change("closed", self._open))
             self._open = None
 
 
@@ -149,21 +124,19 @@ class BlockAnswer(StreamedAnswer, ABC):
 
     named = True
 
-    def __init__(self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: HeldBytes) -> None:
-        super().__init__(prepared, model, tokenizer, held)
-        assert prepared.reading is not None
-        self._reading = prepared.reading
+    def __post_init__(self) -> None:
         self._restart(whole=False)
 
     def _restart(self, whole: bool) -> None:
         """Forget what came of the answer."""
-        self._reader = BlockReader(self._reading, whole)
+        assert self.prepared.reading is not None
+        self._reader = BlockReader(self.prepared.reading, whole)
         self._output_tokens = 0
         self.kept_bytes = 0
 
     def keep(self, index: int, delta: Delta) -> None:
         if delta.first:
-            self._held.give(self.kept_bytes)
+            self.held.give(self.kept_bytes)
             self._restart(whole=True)
         self._count(CHARACTER_BYTES * len(delta.text))
         for change in self._push(delta):
@@ -175,7 +148,7 @@ class BlockAnswer(StreamedAnswer, ABC):
     def _count(self, size: int) -> None:
         """Count bytes that are kept from now on. Raises ApiError if that is too much."""
         self.kept_bytes += size
-        self._held.take(size)
+        self.held.take(size)
 
     def _push(self, delta: Delta) -> list[Change]:
         self._output_tokens += len(delta.tokens)

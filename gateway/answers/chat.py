@@ -11,8 +11,6 @@ from gateway.answers.openai import Choice, Head, KeptAnswer, OpenAIAnswer, Promp
 from gateway.answers.streamed import Column, Json
 from gateway.attempt import Delta, EndReason
 from gateway.formats.parsing import CallArguments, CallBegin, CallEnd, CallParser, ContentDelta, Event, ReasoningDelta
-from gateway.held_answers import HeldBytes
-from gateway.preparer import PreparedRequest
 from gateway.requests.chat import ChatCompletionRequest
 from gateway.tokenizer import CheckpointTokenizer
 
@@ -85,25 +83,24 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
 
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: HeldBytes) -> None:
-        super().__init__(prepared, model, tokenizer, held)
-        assert isinstance(prepared.request, ChatCompletionRequest)
-        assert prepared.reading is not None
-        self._reading = prepared.reading
-        self._with_logprobs = bool(prepared.request.logprobs)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert isinstance(self.prepared.request, ChatCompletionRequest)
+        assert self.prepared.reading is not None
+        self._reading = self.prepared.reading
+        self._with_logprobs = bool(self.prepared.request.logprobs)
         self._parsers: dict[int, CallParser] = {}
         """By choice."""
         self._called: set[int] = set()
         """Choices with a complete call."""
 
     def whole(self) -> ChatCompletion:
-        choices = self._whole_choices()
         whole: ChatCompletion = {
             "id": self._head["id"],
             "created": self._head["created"],
             "model": self._head["model"],
             "object": "chat.completion",
-            "choices": choices,
+            "choices": self._whole_choices(),
             "usage": self._usage(),
         }
         if self._prompt_logprobs is not None:
@@ -115,14 +112,10 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
         head = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return [self._chunk([{"index": index, **head}]) for index in range(self._count)]
 
-    def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
-        logprobs = self._logprobs(self._chosen(delta.tokens)) if self._with_logprobs else None
-        parts = self._text(index, delta)
-        finish_reason = self._finished(index, delta.finish_reason)
-        return {"index": index, "logprobs": logprobs, "finish_reason": finish_reason, **parts}
-
     def _whole_choice(self, index: int, kept: KeptAnswer) -> ChatChoice:
-        logprobs = self._logprobs(kept.columns["content"]) if self._with_logprobs else None
+        logprobs: ChatLogprobs | None = None
+        if self._with_logprobs:
+            logprobs = {"content": kept.columns["content"], "refusal": None}
         parts = self._parts(index, Delta(kept.text, (), (), kept.finish_reason), whole=True)
         content = parts.pop("content", None if "tool_calls" in parts else "")
         for call in parts.get("tool_calls", ()):
@@ -135,8 +128,8 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
             "message": message,
         }
 
-    def _logprobs(self, content: list[ChosenLogprob] | Column[ChosenLogprob]) -> ChatLogprobs:
-        return {"content": content, "refusal": None}
+    def _logprobs(self, index: int, delta: Delta) -> ChatLogprobs:
+        return {"content": self._chosen(delta.tokens), "refusal": None}
 
     def _finished(self, index: int, reason: EndReason | None) -> Literal["stop", "length", "tool_calls"] | None:
         return "tool_calls" if reason == "stop" and index in self._called else reason
@@ -167,7 +160,7 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
         return {"content": self._chosen(tokens)}
 
     def _chosen(self, tokens: Sequence[Token]) -> list[ChosenLogprob]:
-        return [chosen_logprob(token, self._tokenizer) for token in tokens]
+        return [chosen_logprob(token, self.tokenizer) for token in tokens]
 
 
 def chosen_logprob(token: Token, tokenizer: CheckpointTokenizer) -> ChosenLogprob:
@@ -185,7 +178,6 @@ def _token_logprob(token_id: int, logprob: float | None, tokenizer: CheckpointTo
 
 
 def _parts_of(events: Sequence[Event]) -> dict[str, Any]:
-    """The events as one delta of a message."""
     if len(events) == 1 and isinstance(events[0], ContentDelta):  # as of most tokens; patterns take four times as long
         return {"content": events[0].text}
     texts: dict[str, str] = {}

@@ -1,7 +1,7 @@
 """Answers of /v1/completions."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal, NotRequired, cast
 
 from typing_extensions import TypedDict
 
@@ -11,10 +11,7 @@ from gateway.answers.openai import Choice, Head, KeptAnswer, OpenAIAnswer, Promp
 from gateway.answers.streamed import Column, Json
 from gateway.attempt import Delta
 from gateway.errors import ApiError
-from gateway.held_answers import HeldBytes
-from gateway.preparer import PreparedRequest
 from gateway.requests.completions import CompletionRequest
-from gateway.tokenizer import CheckpointTokenizer
 
 MAX_ECHO_CHARS = 8 << 20
 """Characters of prompts in all answers to one request."""
@@ -52,9 +49,9 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
 
     chunk_kind = "text_completion"
 
-    def __init__(self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: HeldBytes) -> None:
-        super().__init__(prepared, model, tokenizer, held)
-        request = prepared.request
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        request = self.prepared.request
         assert isinstance(request, CompletionRequest)
         self._best_of = request.computed_choices, request.choices
         """How many answers of each prompt are generated, and how many of them given."""
@@ -66,14 +63,12 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
             for number, prompt in enumerate(request.prompt):
                 choices = range(number * request.choices, (number + 1) * request.choices)
                 whole = request.truncate_prompt_tokens is None
-                used = prepared.prompt_ids(choices[0])
-                text = prompt if isinstance(prompt, str) and whole else tokenizer.decode(used)
+                used = self.prepared.prompt_ids(choices[0])
+                text = prompt if isinstance(prompt, str) and whole else self.tokenizer.decode(used)
                 self._echoes |= dict.fromkeys(choices, text)
         if (echoed := sum(map(len, self._echoes.values()))) > MAX_ECHO_CHARS:
-            message = (
-                f"echo: the answers would repeat {echoed} characters of prompts; at most {MAX_ECHO_CHARS} are given"
-            )
-            raise ApiError(400, message, param="echo")
+            repeated = f"the answers would repeat {echoed} characters of prompts; at most {MAX_ECHO_CHARS} are given"
+            raise ApiError(400, f"echo: {repeated}", param="echo")
         self._echoed: dict[int, int] = {}
         """By choice, the length of the prompt's text once that has been rendered."""
 
@@ -83,15 +78,6 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
             for choice in choices:
                 choice["prompt_logprobs"] = self._by_position(choice["index"], self._prompt_logprobs)
         return {**self._head, "object": "text_completion", "choices": choices, "usage": self._usage()}
-
-    def _choice(self, index: int, delta: Delta) -> CompletionChoice:
-        return {
-            "index": index,
-            # Before the text, which takes the echo.
-            "logprobs": self._logprobs(index, delta) if self._with_logprobs else None,
-            "finish_reason": delta.finish_reason,
-            "text": self._echoes.pop(index, "") + delta.text,
-        }
 
     def _whole_choice(self, index: int, kept: KeptAnswer) -> CompletionChoice:
         return {
@@ -125,7 +111,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
 
     def _of_tokens(self, tokens: Sequence[Token]) -> dict[str, list[Any]]:
         return {
-            "tokens": [self._tokenizer.piece(token.token_id) for token in tokens],
+            "tokens": [self.tokenizer.piece(token.token_id) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [
                 self._by_text(dict(token.top_logprobs) | {token.token_id: token.logprob}) for token in tokens
@@ -135,13 +121,8 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
     def _logprobs(self, index: int, delta: Delta) -> CompletionLogprobs:
         echo = self._echo_logprobs(index, delta.prompt)
         before = self._echoed.get(index, 0)
-        own = self._of_tokens(delta.tokens)
-        return {
-            "tokens": echo["tokens"] + own["tokens"],
-            "token_logprobs": echo["token_logprobs"] + own["token_logprobs"],
-            "top_logprobs": echo["top_logprobs"] + own["top_logprobs"],
-            "text_offset": echo["text_offset"] + [before + offset for offset in delta.offsets],
-        }
+        own = {**self._of_tokens(delta.tokens), "text_offset": [before + offset for offset in delta.offsets]}
+        return cast(CompletionLogprobs, {name: echo[name] + elements for name, elements in own.items()})
 
     def _whole_logprobs(self, index: int, kept: KeptAnswer) -> CompletionLogprobs:
         echo = {name: Column(values) for name, values in self._echo_logprobs(index, kept.prompt).items()}
@@ -150,36 +131,29 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
             echo[name].append(kept.columns[name])
         # The text ends before the stop string, but offsets count it.
         echo["text_offset"].extend(before + min(offset, end) for offset in kept.offsets)
-        return {
-            "tokens": echo["tokens"],
-            "token_logprobs": echo["token_logprobs"],
-            "top_logprobs": echo["top_logprobs"],
-            "text_offset": echo["text_offset"],
-        }
+        return cast(CompletionLogprobs, echo)
 
     def _echo_logprobs(self, index: int, table: PromptLogprobTable | None) -> dict[str, list[Any]]:
-        """Those of the prompt's tokens, if an echo is still to be rendered. Nothing says how likely the first token
-        is."""
+        """Those of the prompt's tokens, if an echo is still to be rendered. The first token has none."""
         if index not in self._echoes:
             return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        prompt_ids, text = self._prepared.prompt_ids(index), self._echoes[index]
+        prompt_ids, text = self.prepared.prompt_ids(index), self._echoes[index]
         self._echoed[index] = len(text)
         assert table is not None, "an echo with log probabilities asks for those of the prompt"
         assert self._alternatives_asked is not None
         tokens = list(prompt_tokens(prompt_ids, table, self._alternatives_asked))
         top = [self._by_text({**dict(token.top), token.token_id: token.logprob}) for token in tokens]
         return {
-            "tokens": [self._tokenizer.piece(token_id) for token_id in prompt_ids],
+            "tokens": [self.tokenizer.piece(token_id) for token_id in prompt_ids],
             "token_logprobs": [None, *(token.logprob for token in tokens)],
             "top_logprobs": [None, *top],
             "text_offset": self._offsets(prompt_ids, text),
         }
 
     def _offsets(self, prompt_ids: Sequence[int], text: str) -> list[int]:
-        """Where in the text of a prompt each of its tokens begins. A special token that the text lacks, as one that
-        the tokenizer puts in front, takes no room."""
-        special_ids = self._tokenizer.special_ids.intersection(prompt_ids)
-        detokenizer = self._tokenizer.detokenizer({i for i in special_ids if self._tokenizer.piece(i) not in text})
+        """Where in the text of a prompt each of its tokens begins. A special token that it lacks takes no room."""
+        special_ids = self.tokenizer.special_ids.intersection(prompt_ids)
+        detokenizer = self.tokenizer.detokenizer({i for i in special_ids if self.tokenizer.piece(i) not in text})
         offsets, length = [], 0
         for token_id in prompt_ids:
             offsets.append(min(length, len(text)))
@@ -187,10 +161,9 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
         return offsets
 
     def _by_text(self, by_id: Mapping[int, float | None]) -> dict[str, float | None]:
-        """Log probabilities by the tokens' texts."""
         by_text: dict[str, float | None] = {}
         for token_id, logprob in by_id.items():
-            piece = self._tokenizer.piece(token_id)
+            piece = self.tokenizer.piece(token_id)
             # Several tokens may have the same text, such as parts of characters.
             by_text[f"token_id:{token_id}" if piece in by_text else piece] = logprob
         return by_text

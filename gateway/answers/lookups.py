@@ -1,7 +1,4 @@
-"""Answers for which no token is generated: /v1/models, /tokenize, /detokenize and /v1/messages/count_tokens.
-
-Threads render those about tokens: a long text takes long.
-"""
+"""Answers for which no token is generated. Threads render those about tokens: a long text takes long."""
 
 from typing import Literal
 

@@ -6,14 +6,11 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from gateway.answers.blocks import Block, BlockAnswer, Change, Closed, Grew, Opened
+from gateway.answers.blocks import Block, BlockAnswer, Change
 from gateway.answers.streamed import Json
 from gateway.attempt import Delta
 from gateway.errors import ApiError
-from gateway.held_answers import HeldBytes
-from gateway.preparer import PreparedRequest
 from gateway.requests.messages import MessagesRequest
-from gateway.tokenizer import CheckpointTokenizer
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
@@ -76,12 +73,12 @@ class Message(Ending):
 class MessageAnswer(BlockAnswer):
     """Blocks of thinking, text and calls."""
 
-    def __init__(self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: HeldBytes) -> None:
-        super().__init__(prepared, model, tokenizer, held)
-        assert isinstance(prepared.body, MessagesRequest)
-        self._stops = prepared.body.stop_sequences or ()
-        thinking = prepared.body.thinking
-        self._shows_thinking = thinking is None or thinking.display != "omitted"
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        body = self.prepared.body
+        assert isinstance(body, MessagesRequest)
+        self._stops = body.stop_sequences or ()
+        self._shows_thinking = body.thinking is None or body.thinking.display != "omitted"
         self._pinged = False
 
     def whole(self) -> Message:
@@ -110,14 +107,14 @@ class MessageAnswer(BlockAnswer):
 
     def _events(self, change: Change) -> list[Json]:
         block = change.block
-        match change:
-            case Opened():
+        match change.kind:
+            case "opened":
                 empty = self._block(block, begins=True)
                 return [{"type": "content_block_start", "index": block.number, "content_block": empty}]
-            case Grew():
+            case "grew":
                 delta = self._delta(block, change.text)
                 return [] if delta is None else [self._block_delta(block, delta)]
-            case Closed():
+            case "closed":
                 stop = {"type": "content_block_stop", "index": block.number}
                 if block.kind != "reasoning":
                     return [stop]
@@ -149,10 +146,10 @@ class MessageAnswer(BlockAnswer):
 
     def _message(self, content: list[Content]) -> Message:
         return {
-            "id": self._prepared.request_id,
+            "id": self.prepared.request_id,
             "type": "message",
             "role": "assistant",
-            "model": self._model,
+            "model": self.model,
             "content": content,
             **self._ending(),
             "usage": self._usage(),
@@ -173,9 +170,9 @@ class MessageAnswer(BlockAnswer):
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def _usage(self) -> MessageUsage:
-        cached = self._prepared.cached_tokens
+        cached = self.prepared.cached_tokens
         return {
-            "input_tokens": self._prepared.prompt_tokens - cached,
+            "input_tokens": self.prepared.prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": self._output_tokens,

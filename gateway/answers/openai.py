@@ -16,9 +16,6 @@ from control.prompt_logprobs import PromptLogprobTable
 from gateway.answers.streamed import CHARACTER_BYTES, Column, Json, StreamedAnswer
 from gateway.attempt import Delta, EndReason
 from gateway.errors import ApiError
-from gateway.held_answers import HeldBytes
-from gateway.preparer import PreparedRequest
-from gateway.tokenizer import CheckpointTokenizer
 
 _TEXT = "text of a choice"
 _TOKEN_IDS = "token_ids"
@@ -122,7 +119,7 @@ class KeptAnswer:
 
 
 class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
-    """Renders the answers to one request. Counts their tokens, so each delta must be passed once, in order."""
+    """Renders the choices of one request, and counts their tokens."""
 
     last_line = b"data: [DONE]\n\n"
 
@@ -130,12 +127,11 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
     _with_logprobs: bool
     """Whether those of its tokens were asked for."""
 
-    def __init__(self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: HeldBytes) -> None:
-        super().__init__(prepared, model, tokenizer, held)
-        request = prepared.request
+    def __post_init__(self) -> None:
+        prepared, request = self.prepared, self.prepared.request
         self._kept: dict[int, KeptAnswer] = {}
         """By number, answers that do not stream."""
-        self._head: Head = {"id": prepared.request_id, "created": int(time.time()), "model": model}
+        self._head: Head = {"id": prepared.request_id, "created": int(time.time()), "model": self.model}
         self._count = len(prepared.tokenized)
         self._completion_tokens = 0
         self._token_ids = bool(request.return_token_ids)
@@ -151,19 +147,23 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
     def keep(self, index: int, delta: Delta) -> None:
         if delta.first:
             if index in self._kept:
-                self._held.give(self._kept[index].size)
+                self.held.give(self._kept[index].size)
             self._kept[index] = KeptAnswer()
         columns: dict[str, list[Any]] = self._of_tokens(delta.tokens) if self._with_logprobs else {}
         if self._token_ids:
             columns[_TOKEN_IDS] = [token.token_id for token in delta.tokens]
-        self._held.take(self._kept[index].add(delta, columns))
+        self.held.take(self._kept[index].add(delta, columns))
 
     def begin(self) -> list[Json]:
         return []
 
     def delta_events(self, index: int, delta: Delta) -> list[Json]:
         self._completion_tokens += len(delta.tokens)
-        choice = self._choice(index, delta)
+        # Before the text, which takes an echo.
+        logprobs = self._logprobs(index, delta) if self._with_logprobs else None
+        text = self._text(index, delta)
+        finish_reason = self._finished(index, delta.finish_reason)
+        choice = {"index": index, "logprobs": logprobs, "finish_reason": finish_reason, **text}
         if self._token_ids:
             choice["token_ids"] = [token.token_id for token in delta.tokens]
         return [self._chunk([choice])]
@@ -172,11 +172,19 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
         """Of a chunk with nothing but text, which most are, only the text is made anew."""
         around = self._around_text.get(index)
         # A chunk without text may have another form.
-        if around is None or not delta.text or delta.finish_reason is not None:
-            return self._encode_choice(index, delta)
+        if around is not None and delta.text and delta.finish_reason is None:
+            self._completion_tokens += len(delta.tokens)
+            before, after = around
+            return before + orjson.dumps(delta.text) + after
+        if delta.finish_reason is not None or self._with_logprobs or self._token_ids or self._usage_in_chunks:
+            return super().encode_delta(index, delta)
         self._completion_tokens += len(delta.tokens)
-        before, after = around
-        return before + orjson.dumps(delta.text) + after
+        before, after = self._around_choice.get(index) or self._around(index)
+        text = orjson.dumps(self._text(index, delta))[1:]
+        if self._stays_plain(index):
+            opening, _, closing = orjson.dumps(self._plain(_TEXT))[1:].partition(orjson.dumps(_TEXT))
+            self._around_text[index] = before + opening, closing + after
+        return before + text + after
 
     def end(self) -> list[Json]:
         """The chunk with the usage, if the client asked for it."""
@@ -203,31 +211,16 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
             choices.append(choice)
         return choices
 
-    def _encode_choice(self, index: int, delta: Delta) -> bytes:
-        """As `encode_delta`. Of a chunk that has nothing but what `_text` returns, only that is made anew."""
-        if delta.finish_reason is not None or self._with_logprobs or self._token_ids or self._usage_in_chunks:
-            return super().encode_delta(index, delta)
-        self._completion_tokens += len(delta.tokens)
-        before, after = self._around_choice.get(index) or self._around(index)
-        text = orjson.dumps(self._text(index, delta))[1:]
-        if self._stays_plain(index):
-            opening, _, closing = orjson.dumps(self._plain(_TEXT))[1:].partition(orjson.dumps(_TEXT))
-            self._around_text[index] = before + opening, closing + after
-        return before + text + after
-
     def _around(self, index: int) -> tuple[bytes, bytes]:
-        lines = self._encode_event(
-            self._chunk([{"index": index, "logprobs": None, "finish_reason": None, _TEXT: None}])
-        )
-        before, _, after = lines.partition(orjson.dumps({_TEXT: None})[1:])
+        choice = {"index": index, "logprobs": None, "finish_reason": None, _TEXT: None}
+        before, _, after = self._encode_event(self._chunk([choice])).partition(orjson.dumps({_TEXT: None})[1:])
         self._around_choice[index] = before, after
         return before, after
 
     def _by_position(self, index: int, alternatives: int) -> PromptLogprobs:
-        """The log probabilities of the prompt of a choice."""
-        table = self._kept[self._prepared.first_choice(index)].prompt
+        table = self._kept[self.prepared.first_choice(index)].prompt
         assert table is not None, "they were asked for"
-        return Column(self._ranked_tokens(self._prepared.prompt_ids(index), table, alternatives))
+        return Column(self._ranked_tokens(self.prepared.prompt_ids(index), table, alternatives))
 
     def _ranked_tokens(
         self, prompt_ids: Sequence[int], table: PromptLogprobTable, alternatives: int
@@ -238,22 +231,25 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
             entries = [(token.token_id, token.logprob, token.rank)]
             entries += [(i, logprob, rank) for rank, (i, logprob) in enumerate(token.top, 1) if i != token.token_id]
             yield {
-                str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": self._tokenizer.piece(token_id)}
+                str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": self.tokenizer.piece(token_id)}
                 for token_id, logprob, rank in entries
             }
 
     def _usage(self) -> Usage:
-        prompt_tokens = self._prepared.prompt_tokens
+        prompt_tokens = self.prepared.prompt_tokens
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": self._completion_tokens,
             "total_tokens": prompt_tokens + self._completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self._prepared.cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": self.prepared.cached_tokens},
         }
 
+    def _finished(self, index: int, reason: EndReason | None) -> str | None:
+        return reason
+
     @abstractmethod
-    def _choice(self, index: int, delta: Delta) -> Any:
-        """A choice of a chunk, without token ids."""
+    def _logprobs(self, index: int, delta: Delta) -> object:
+        """Those of a choice of a chunk."""
 
     @abstractmethod
     def _whole_choice(self, index: int, kept: KeptAnswer) -> _ChoiceT:
@@ -272,7 +268,6 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
         """Whether every text of a choice is rendered as it is from now on, up to the choice's last delta."""
 
     def _given(self, kept: Sequence[KeptAnswer]) -> Sequence[KeptAnswer]:
-        """The answers that are given, of all that were generated."""
         return kept
 
     @abstractmethod

@@ -7,15 +7,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from gateway.answers.blocks import Block, BlockAnswer, Change, Closed, Grew, Opened
+from gateway.answers.blocks import Block, BlockAnswer, Change
 from gateway.answers.chat import ChosenLogprob, chosen_logprob
 from gateway.answers.streamed import CHARACTER_BYTES, Column, Json
 from gateway.attempt import Delta
 from gateway.errors import ApiError
-from gateway.held_answers import HeldBytes
-from gateway.preparer import PreparedRequest
 from gateway.requests.responses import ResponsesRequest
-from gateway.tokenizer import CheckpointTokenizer
 
 _PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 
@@ -156,12 +153,12 @@ class Response(TypedDict):
 class ResponseAnswer(BlockAnswer):
     """Items of reasoning, text and calls."""
 
-    def __init__(self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: HeldBytes) -> None:
-        assert isinstance(prepared.body, ResponsesRequest)
-        self._source = prepared.body
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert isinstance(self.prepared.body, ResponsesRequest)
+        self._source = self.prepared.body
         self._created = int(time.time())
         self._sequence = 0
-        super().__init__(prepared, model, tokenizer, held)
 
     def _restart(self, whole: bool) -> None:
         super()._restart(whole)
@@ -196,17 +193,17 @@ class ResponseAnswer(BlockAnswer):
     def _push(self, delta: Delta) -> list[Change]:
         if self._source.with_logprobs:
             before = len(self._tokens)
-            self._tokens.extend(chosen_logprob(token, self._tokenizer) for token in delta.tokens)
+            self._tokens.extend(chosen_logprob(token, self.tokenizer) for token in delta.tokens)
             self._count(len(self._tokens) - before)
         return super()._push(delta)
 
     def _note(self, change: Change) -> Column[ChosenLogprob]:
         """Keep what a change brings in addition to text. Returns the log probabilities that belong to it."""
         block = change.block
-        if isinstance(change, Opened):
+        if change.kind == "opened":
             self._ids.append(_PREFIXES[block.kind] + uuid.uuid4().hex)
             self._logprobs[block.number] = Column()
-        if not isinstance(change, Grew):
+        if change.kind != "grew":
             return Column()
         tokens, self._tokens = self._tokens, Column()
         if block.kind != "text":
@@ -218,25 +215,23 @@ class ResponseAnswer(BlockAnswer):
         tokens = self._note(change)
         block = change.block
         at: dict[str, Any] = {"output_index": block.number, "item_id": self._ids[block.number]}
-        match change:
-            case Opened():
-                added = self._event(
-                    "response.output_item.added", output_index=block.number, item=self._item(block, True)
-                )
+        match change.kind:
+            case "opened":
+                item = self._item(block, begins=True)
+                added = self._event("response.output_item.added", output_index=block.number, item=item)
                 if block.kind == "call":
                     return [added]
                 part = self._part(block, Column(), "")
                 return [added, self._event("response.content_part.added", **at, content_index=0, part=part)]
-            case Grew() if block.kind == "call":
+            case "grew" if block.kind == "call":
                 return [self._event("response.function_call_arguments.delta", **at, delta=change.text)]
-            case Grew():
+            case "grew":
                 more: dict[str, Any] = {"logprobs": tokens} if block.kind == "text" else {}
                 return [self._event(f"{_text_event(block)}.delta", **at, content_index=0, delta=change.text, **more)]
-            case Closed():
-                return [
-                    *self._closing(block, at),
-                    self._event("response.output_item.done", output_index=block.number, item=self._item(block)),
-                ]
+            case "closed":
+                closing = self._closing(block, at)
+                item = self._item(block)
+                return [*closing, self._event("response.output_item.done", output_index=block.number, item=item)]
 
     def _closing(self, block: Block, at: dict[str, Any]) -> list[Json]:
         if block.kind == "call":
@@ -261,28 +256,14 @@ class ResponseAnswer(BlockAnswer):
         head: ItemHead = {"id": self._ids[block.number], "status": status}
         match block.kind:
             case "call":
-                call: OutputCall = {
-                    **head,
-                    "type": "function_call",
-                    "call_id": block.call_id,
-                    "name": block.name,
-                    "arguments": "" if begins else block.text,
-                }
-                return call
+                text = "" if begins else block.text
+                return OutputCall(**head, type="function_call", call_id=block.call_id, name=block.name, arguments=text)
             case "text":
                 texts = [] if begins else [_output_text(block.text, self._logprobs[block.number])]
-                message: OutputMessage = {**head, "type": "message", "role": "assistant", "content": texts}
-                return message
+                return OutputMessage(**head, type="message", role="assistant", content=texts)
             case "reasoning":
                 parts: list[ReasoningPart] = [] if begins else [{"type": "reasoning_text", "text": block.text}]
-                reasoning: OutputReasoning = {
-                    **head,
-                    "type": "reasoning",
-                    "summary": [],
-                    "content": parts,
-                    "encrypted_content": None,
-                }
-                return reasoning
+                return OutputReasoning(**head, type="reasoning", summary=[], content=parts, encrypted_content=None)
 
     def _part(self, block: Block, logprobs: Column[ChosenLogprob], text: str) -> OutputText | ReasoningPart:
         return {"type": "reasoning_text", "text": text} if block.kind == "reasoning" else _output_text(text, logprobs)
@@ -297,9 +278,9 @@ class ResponseAnswer(BlockAnswer):
         return response
 
     def _response(self, status: Status | Literal["failed"], output: list[Item]) -> Response:
-        source, chat = self._source, self._prepared.request
+        source, chat = self._source, self.prepared.request
         return {
-            "id": self._prepared.request_id,
+            "id": self.prepared.request_id,
             "object": "response",
             "created_at": self._created,
             "completed_at": None,
@@ -311,7 +292,7 @@ class ResponseAnswer(BlockAnswer):
             "max_output_tokens": source.max_output_tokens,
             "max_tool_calls": source.max_tool_calls,
             "metadata": source.metadata or {},
-            "model": self._model,
+            "model": self.model,
             "output": output,
             "parallel_tool_calls": source.parallel_tool_calls is not False,
             "previous_response_id": None,
@@ -332,10 +313,10 @@ class ResponseAnswer(BlockAnswer):
         }
 
     def _usage(self) -> ResponseUsage:
-        prompt_tokens = self._prepared.prompt_tokens
+        prompt_tokens = self.prepared.prompt_tokens
         return {
             "input_tokens": prompt_tokens,
-            "input_tokens_details": {"cached_tokens": self._prepared.cached_tokens, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self.prepared.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": self._output_tokens,
             "output_tokens_details": {"reasoning_tokens": self._reader.reasoning_tokens},
             "total_tokens": prompt_tokens + self._output_tokens,

@@ -1,13 +1,13 @@
-"""What the answers of all endpoints have in common: they come whole, or as server-sent events.
+"""What all answers have in common: they come whole, or as server-sent events.
 
-An endpoint's answer is declared once, as TypedDicts. Its renderer fills them, which mypy checks, and `gateway.openapi`
-makes JSON schemas of them.
+They are declared as TypedDicts. Renderers fill these, which mypy checks, and `gateway.openapi` makes schemas of them.
 """
 
 import json
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, get_args
 
@@ -31,11 +31,7 @@ _T = TypeVar("_T")
 
 
 class Column(Generic[_T]):
-    """A list of which only the JSON is kept.
-
-    An answer with log probabilities is rendered token by token while it is generated. At its end that would take
-    seconds, and what is kept would be larger than what is sent.
-    """
+    """A list of which only the JSON is kept: log probabilities are larger as objects, and take seconds to render."""
 
     __slots__ = ("_json",)
 
@@ -72,22 +68,23 @@ class Column(Generic[_T]):
             self._json += memoryview(elements)[1:]
 
 
+@dataclass(eq=False)
 class StreamedAnswer(ABC):
-    """Renders the answers to one request, whole or in events. Each delta must be passed once, in order."""
+    """Renders the answers to a request. Each delta must be passed once, in order. held: counts what is kept of them."""
 
     named: ClassVar[bool] = False
     """Each event says its type in a line of its own, too."""
     last_line: ClassVar[bytes] = b""
     """What ends a stream."""
-    kept_bytes: int = 0
+    prepared: PreparedRequest
+    model: str
+    tokenizer: CheckpointTokenizer
+    held: HeldBytes
+    kept_bytes: int = field(default=0, init=False)
     """What a stream repeats later on, perhaps in one event."""
 
-    def __init__(self, prepared: PreparedRequest, model: str, tokenizer: CheckpointTokenizer, held: HeldBytes) -> None:
-        """held: counts what is kept of the answers."""
-        self._prepared = prepared
-        self._model = model
-        self._tokenizer = tokenizer
-        self._held = held
+    def __post_init__(self) -> None:  # noqa: B027 - a renderer may have no state of its own
+        """Make the state of a renderer."""
 
     @abstractmethod
     def keep(self, index: int, delta: Delta) -> None:

@@ -22,10 +22,7 @@ RAW_ARGUMENTS = "arguments"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A rendered conversation.
-
-    text: with special tokens, so it is tokenized without adding any. reasoning: the answer begins in reasoning.
-    """
+    """A rendered conversation, with special tokens. reasoning: the answer begins in reasoning."""
 
     text: str
     reasoning: bool
@@ -41,12 +38,7 @@ def content_of(message: Message) -> str:
 
 
 def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call in a message.
-
-    A call that broke in an earlier answer comes back with arguments that are no JSON object. The conversation has to
-    go on all the same, and the model should see what it wrote: as the one argument `RAW_ARGUMENTS`. No text means no
-    arguments.
-    """
+    """The arguments of a call. What is no JSON object, as of a call that broke, stands under `RAW_ARGUMENTS`."""
     arguments = call["function"].get("arguments")
     if isinstance(arguments, Mapping):
         return dict(arguments)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from gateway.formats import deepseek_v32, dsml, glm, hermes
+from gateway.formats import deepseek_v32, glm, hermes
 from gateway.formats.conversation import BEGIN_OF_REASONING, END_OF_REASONING, Message, Prompt, arguments_of, content_of
 from gateway.formats.grammar import CallGrammar, choice
 from gateway.formats.parsing import CallParser
@@ -11,55 +11,44 @@ from gateway.formats.tools import Tool, ToolSet
 
 _Renderer: TypeAlias = Callable[[Sequence[Message], Sequence[Tool], bool | None, Mapping[str, Any]], Prompt]
 """Arguments: messages, tools, whether to think, variables."""
-
-
-_SYNTAXES: tuple[type[CallParser], ...] = (dsml.DsmlParser, glm.GlmParser, hermes.HermesParser)
+_SYNTAXES: tuple[type[CallParser], ...] = (deepseek_v32.DsmlParser, glm.GlmParser, hermes.HermesParser)
 CALL_PARSERS = (*(syntax.name for syntax in _SYNTAXES), "none")
 """The values of --tool-call-parser."""
-
-
 ApplyTemplate: TypeAlias = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, Mapping[str, Any]], str]
 """Renders messages, tools (None: there are none) and variables, with the generation prompt at the end."""
 
 
-class TemplateRenderer:
+def template_renderer(source: str, apply: ApplyTemplate, reasons: bool) -> _Renderer:
     """Gives a template what templates expect, which is not quite what OpenAI's API has:
 
     - the arguments of calls as mappings, not as JSON text;
     - content that is missing as "", where templates would write "None";
     - a developer's message as a system message where the template does not know the role: it would leave it out.
+
+    source: the text of the template, which `apply` renders. reasons: an answer begins in reasoning where the prompt
+    ends with the begin of reasoning: templates reason by default or not.
     """
+    knows_developers = "developer" in source
 
-    def __init__(self, source: str, apply: ApplyTemplate, *, begin_of_reasoning: str | None) -> None:
-        """source: the text of the template, which `apply` renders."""
-        self._apply = apply
-        self._knows_developers = "developer" in source
-        self._begin_of_reasoning = begin_of_reasoning
-
-    def __call__(
-        self, messages: Sequence[Message], tools: Sequence[Tool], thinking: bool | None, variables: Mapping[str, Any]
-    ) -> Prompt:
-        """The prompt. Raises whatever `apply` raises.
-
-        Templates reason by default or not, as they like. That they do shows in the prompt: it ends where reasoning
-        begins.
-        """
-        if thinking is not None and not {"thinking", "enable_thinking"} & variables.keys():
-            variables = {**variables, "thinking": thinking, "enable_thinking": thinking}
-        rendered = [self._message(message) for message in messages]
-        text = self._apply(rendered, [dict(tool) for tool in tools] or None, variables)
-        begin = self._begin_of_reasoning
-        return Prompt(text, begin is not None and text.rstrip().endswith(begin))
-
-    def _message(self, message: Message) -> dict[str, Any]:
+    def as_templates_expect(message: Message) -> dict[str, Any]:
         rendered = {**message, "content": content_of(message)}
-        if message["role"] == "developer" and not self._knows_developers:
+        if message["role"] == "developer" and not knows_developers:
             rendered["role"] = "system"
         if calls := message.get("tool_calls"):
             rendered["tool_calls"] = [
                 {**call, "function": {**call["function"], "arguments": arguments_of(call)}} for call in calls
             ]
         return rendered
+
+    def render(
+        messages: Sequence[Message], tools: Sequence[Tool], thinking: bool | None, variables: Mapping[str, Any]
+    ) -> Prompt:
+        if thinking is not None and not {"thinking", "enable_thinking"} & variables.keys():
+            variables = {**variables, "thinking": thinking, "enable_thinking": thinking}
+        text = apply(list(map(as_templates_expect, messages)), [dict(tool) for tool in tools] or None, variables)
+        return Prompt(text, reasons and text.rstrip().endswith(BEGIN_OF_REASONING))
+
+    return render
 
 
 class ChatFormat:
@@ -95,8 +84,7 @@ class ChatFormat:
         return prompt if self.end_of_reasoning else Prompt(prompt.text, reasoning=False)
 
     def parser(self, tools: ToolSet, *, reasoning: bool, whole_calls: bool = False) -> CallParser:
-        """A parser of one answer. tools: those that may be called; none: everything is text. reasoning:
-        `Prompt.reasoning`. whole_calls: as of `CallParser`."""
+        """A parser of one answer. tools: those that may be called. reasoning: `Prompt.reasoning`."""
         # Without tools, all parsers are alike.
         parser, readable = (hermes.HermesParser, ToolSet(())) if self._syntax is None else (self._syntax, tools)
         end = self.end_of_reasoning if reasoning else None
@@ -127,10 +115,9 @@ def choose_format(
 ) -> ChatFormat | None:
     """The chat format of a checkpoint; None if it has none.
 
-    A template that is there renders, --chat-template before the checkpoint's own. Without one, DeepSeek-V3.2 is
-    rendered by the encoder here. So SGLang decides, too: DeepSeek-V3.2-Exp has the same model type, but ships the
-    template of its own format. (vLLM leaves the decision to a flag, --tokenizer-mode.) The syntax of tool calls is the
-    one that the template teaches, the first of `CALL_PARSERS` of which it contains a marker.
+    A template renders, --chat-template before the checkpoint's own. Only DeepSeek-V3.2 is rendered without one, by the
+    encoder here: DeepSeek-V3.2-Exp has the same model type and ships a template. The syntax of calls is the first of
+    `CALL_PARSERS` of which the template contains a marker.
 
     model_type: of config.json. template: the text of the Jinja template, if there is one, and `apply` renders it.
     call_parser: one of `CALL_PARSERS`; None: as described. parse_reasoning: false leaves reasoning in the content.
@@ -152,5 +139,4 @@ def choose_format(
     else:
         syntax = next((syntax for syntax in _SYNTAXES if syntax.name == call_parser), None)
     reasons = parse_reasoning and END_OF_REASONING in template
-    begin = BEGIN_OF_REASONING if reasons else None
-    return ChatFormat(TemplateRenderer(template, apply, begin_of_reasoning=begin), syntax, reasons=reasons)
+    return ChatFormat(template_renderer(template, apply, reasons), syntax, reasons=reasons)

@@ -84,7 +84,6 @@ class GlmParser(CallParser):
 
 
 def _json_or_string(text: str, types: frozenset[str] | None) -> str:
-    """A value that may be a string, as JSON text."""
     try:
         found = json_type(parse_json(text.strip()))
     except ValueError:

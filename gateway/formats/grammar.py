@@ -1,13 +1,11 @@
 """Grammars of tool calls in llguidance's dialect of Lark, in which JSON schemas can stand (`%json`).
 
-Strings stand in a call as they are, so of their schemas only `enum` and `const` are enforced; every other value
-follows its schema. Arguments come in the order in which the schema names them, and required ones always.
+Strings stand in a call as they are, so of their schemas only `enum` and `const` are enforced. Arguments come in the
+order in which the schema names them, and required ones always. A marker that is one token in the vocabulary, as GLM's
+`<tool_call>`, is that token. A string ends at its marker in either form, because parsers read text.
 
-A marker that is one token in the vocabulary, as GLM's `<tool_call>`, is that token, which the model learnt, and not the
-letters that spell it. A string ends at its marker in either form, because parsers read text.
-
-Every value has the definitions of its tool's schema with it, so a small schema may make a large grammar. Its text is
-counted as it is made, and one that decode nodes would refuse for its length is given up at that length.
+Every value repeats the definitions of its tool's schema, so a small schema may make a large grammar: its length is
+bounded as it is made.
 """
 
 import json
@@ -24,10 +22,7 @@ _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 
 
 class CallGrammar:
-    """Rules under names, and the text that they make. marker_ids: markers that are tokens of the vocabulary.
-
-    What adds to the text raises FormatError if it becomes longer than `MAX_LARK`.
-    """
+    """Rules by name, and their text. marker_ids: markers that are tokens. Raises FormatError beyond `MAX_LARK`."""
 
     def __init__(self, marker_ids: Mapping[str, int]) -> None:
         self._rules: list[str] = []
@@ -104,7 +99,6 @@ def literal(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text as a regular expression that matches nothing else."""
     return "".join(character if character.isalnum() else f"\\x{{{ord(character):x}}}" for character in text)
 
 

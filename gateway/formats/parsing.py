@@ -46,10 +46,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The call is complete: its arguments, put together, are one JSON object.
-
-    A call without this event was cut off or broke: its arguments are no JSON, because their end is missing.
-    """
+    """The call is complete: its arguments are one JSON object. A call without this event was cut off or broke."""
 
     index: int
 
@@ -83,18 +80,8 @@ class CallParser(PieceReader, ABC):
     """The marker in front of calls."""
     markers: ClassVar[frozenset[str]]
 
-    def __init__(
-        self,
-        tools: ToolSet,
-        *,
-        end_of_reasoning: str | None,
-        whole_calls: bool = False,
-    ) -> None:
-        """end_of_reasoning: None if the answer does not begin in reasoning.
-
-        whole_calls: give a call only when it is complete, as is right for answers that do not stream. A call that
-        breaks or is cut off is text then.
-        """
+    def __init__(self, tools: ToolSet, *, end_of_reasoning: str | None, whole_calls: bool = False) -> None:
+        """end_of_reasoning: None if answers begin without. whole_calls: a call that breaks or is cut off is text."""
         super().__init__()
         self._tools = tools
         self._whole_calls = whole_calls
@@ -188,7 +175,6 @@ class CallParser(PieceReader, ABC):
             self._events.append(ContentDelta(text))
 
     def _break(self) -> None:
-        """Give out what was read of a broken call as content."""
         if self._open and not self._whole_calls:
             self._calls += 1
         self._open = False
@@ -222,10 +208,7 @@ class CallParser(PieceReader, ABC):
         self._arguments('"')
 
     def _json_value(self, name: str, key: str, end: str) -> Steps[None]:
-        """An argument whose value is JSON, up to the marker `end`. Numbers and names wait for it, other values stream.
-
-        Where the text ceases to be JSON, the argument breaks, and all up to the marker belongs to what broke.
-        """
+        """An argument of JSON, up to `end`; it breaks where that ceases to be JSON. Numbers and names do not stream."""
         prefix = JsonPrefix()
         value = ""
         streams = broken = False
@@ -259,7 +242,6 @@ class CallParser(PieceReader, ABC):
             self._arguments(value.strip())
 
     def _raw_value(self, end: str) -> Steps[str]:
-        """The value of an argument, whole, up to the marker `end`."""
         pieces: list[str] = []
         yield from self._until(end, pieces.append)
         return "".join(pieces)

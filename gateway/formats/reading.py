@@ -17,10 +17,9 @@ class Malformed(Exception):
 
 
 class PieceReader:
-    """A text and a place in it. Each step decides as soon as the text in front of it is certain, and looks no further.
+    """A text and a place in it. Each step decides as soon as the text is certain, however that is cut into pieces.
 
-    So it does not matter how the text is cut into pieces. Steps raise Malformed, at the place where the text ceases to
-    be what they expect, or at the end of the text.
+    Steps raise Malformed where the text ceases to be what they expect, or at the end of the text.
     """
 
     def __init__(self) -> None:
@@ -68,10 +67,7 @@ class PieceReader:
             yield from self._more()
 
     def _until(self, end: str, give: Callable[[str], None]) -> Steps[None]:
-        """Hand over text as it comes, up to the marker `end`, and take that, too.
-
-        If the answer ends before it does, all text is handed over and Malformed raised.
-        """
+        """Hand over text up to the marker `end`, and take that, too. Raises Malformed if the answer ends before it."""
         while True:
             at = self._text.find(end, self._pos)
             stop = at if at >= 0 else len(self._text)

@@ -16,17 +16,15 @@ _LISTS = ("type", "enum", "anyOf", "oneOf", "allOf")
 
 
 class ToolSet:
-    """The tools of a request by their names. Schemas are the client's, so anything may be in them.
-
-    One for a request, so that its schemas are read once and `MAX_STEPS` bounds that for all of its answers. One thread
-    uses it at a time.
-    """
+    """The tools of a request by name. Schemas may hold anything, and are read once. One thread uses it at a time."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         functions = [tool["function"] for tool in tools]
         self._signatures = {function["name"]: _signature(function.get("parameters")) for function in functions}
         self.names = tuple(self._signatures)
-        self._types = _SchemaTypes()
+        self._known: dict[tuple[int, int], frozenset[str] | None] = {}
+        """JSON types, by the identities of the root and of the sub-schema, both of which the tools keep alive."""
+        self._steps = MAX_STEPS
 
     def __bool__(self) -> bool:
         return bool(self.names)
@@ -44,7 +42,38 @@ class ToolSet:
 
     def types(self, name: str, key: str) -> frozenset[str] | None:
         """The JSON types that an argument may have ("number" stands for "integer", too); None: the schema is silent."""
-        return self._types.of(self.properties(name).get(key), self.parameters(name))
+        return self._types_of(self.properties(name).get(key), self.parameters(name))
+
+    def _types_of(self, schema: object, root: Mapping[str, Any], depth: int = _MAX_DEPTH) -> frozenset[str] | None:
+        """The types that every part of the schema allows; None if no part says anything.
+
+        A sub-schema that refers to itself says nothing there, nor does what is beyond the bounds.
+        """
+        if not isinstance(schema, Mapping) or depth == 0:
+            return None
+        key = id(root), id(schema)
+        if key not in self._known:
+            self._known[key] = None
+            self._known[key] = self._read(schema, root, depth - 1)
+        return self._known[key]
+
+    def _read(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> frozenset[str] | None:
+        lists = {name: value for name in _LISTS if isinstance(value := schema.get(name), list)}
+        steps = 1 + sum(map(len, lists.values()))
+        if steps > self._steps:
+            return None
+        self._steps -= steps
+        allowed = [_of_type(schema), _of_values(schema)]
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#/"):
+            allowed.append(self._types_of(_resolve(reference, root), root, depth))
+        for union in filter(None, (lists.get("anyOf"), lists.get("oneOf"))):
+            branches = [self._types_of(branch, root, depth) for branch in union]
+            known = [branch for branch in branches if branch is not None]
+            allowed.append(frozenset().union(*known) if len(known) == len(branches) else None)
+        allowed.extend(self._types_of(branch, root, depth) for branch in lists.get("allOf", ()))
+        found = [types for types in allowed if types is not None]
+        return frozenset.intersection(*found) if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,47 +118,6 @@ def parse_json(text: str) -> Any:
 
 def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
-
-
-class _SchemaTypes:
-    """What the schemas of some tools say of JSON types. Each sub-schema is read once.
-
-    A sub-schema to which a reference leads back while it is read says nothing there. What is beyond the bounds is
-    unknown.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, int], frozenset[str] | None] = {}
-        """By the identities of the root and of the sub-schema, both of which the tools keep alive."""
-        self._steps = MAX_STEPS
-
-    def of(self, schema: object, root: Mapping[str, Any], depth: int = _MAX_DEPTH) -> frozenset[str] | None:
-        """The types that every part of the schema allows; None if no part says anything."""
-        if not isinstance(schema, Mapping) or depth == 0:
-            return None
-        key = id(root), id(schema)
-        if key not in self._known:
-            self._known[key] = None
-            self._known[key] = self._read(schema, root, depth - 1)
-        return self._known[key]
-
-    def _read(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> frozenset[str] | None:
-        lists = {name: value for name in _LISTS if isinstance(value := schema.get(name), list)}
-        steps = 1 + sum(map(len, lists.values()))
-        if steps > self._steps:
-            return None
-        self._steps -= steps
-        allowed = [_of_type(schema), _of_values(schema)]
-        reference = schema.get("$ref")
-        if isinstance(reference, str) and reference.startswith("#/"):
-            allowed.append(self.of(_resolve(reference, root), root, depth))
-        for union in filter(None, (lists.get("anyOf"), lists.get("oneOf"))):
-            branches = [self.of(branch, root, depth) for branch in union]
-            known = [branch for branch in branches if branch is not None]
-            allowed.append(frozenset().union(*known) if len(known) == len(branches) else None)
-        allowed.extend(self.of(branch, root, depth) for branch in lists.get("allOf", ()))
-        found = [types for types in allowed if types is not None]
-        return frozenset.intersection(*found) if found else None
 
 
 def _of_type(schema: Mapping[str, Any]) -> frozenset[str] | None:

@@ -7,7 +7,10 @@ is ignored, as other servers do, and logged once.
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import structlog
@@ -76,10 +79,7 @@ _MOST_CHARACTERS = 64
 
 
 class FieldPolicy:
-    """What becomes of fields that are not declared. Threads may share it.
-
-    strict: what nobody knows is refused, too.
-    """
+    """What becomes of fields that are not declared. strict: unknown ones are refused, too. Threads may share it."""
 
     def __init__(self, strict: bool) -> None:
         self._strict = strict
@@ -126,10 +126,25 @@ class RequestBody(Piece):
 
     neutral: ClassVar[Neutral] = {}
     """Like `NEUTRAL`, for this endpoint alone."""
+    names: ClassVar[Mapping[str, str]] = {}
+    """By the name of a chat completion's field, its name here, where that is another one."""
 
     def check_fields(self, policy: FieldPolicy) -> None:
         """Raises ApiError for a field that asks for what is not carried out."""
         policy.check(self.model_extra or {}, {**NEUTRAL, **self.neutral})
+
+    @classmethod
+    @contextmanager
+    def renaming(cls) -> Iterator[None]:
+        """Errors that come from within name the fields as this endpoint does."""
+        try:
+            yield
+        except ApiError as error:
+            field, _, rest = (error.param or "").partition(".")
+            name = cls.names.get(field, field)
+            message = re.sub(rf"^{re.escape(field)}\b", name, error.message) if field else error.message
+            message = re.sub(r"\bmax_tokens\b", cls.names.get("max_tokens", "max_tokens"), message)
+            raise replace(error, message=message, param=".".join(filter(None, (name, rest))) or None) from error
 
 
 def _finite(value: dict[str, Any]) -> dict[str, Any]:

@@ -1,16 +1,11 @@
 """POST /v1/chat/completions, and bodies of endpoints that are answered by way of a chat completion."""
 
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from gateway.errors import ApiError
 from gateway.requests.body import OF_MESSAGES, FieldPolicy, JsonObject, Piece, RequestBody, invalid
 from gateway.requests.generation import MAX_STOP_CHARS, MAX_STOPS, CommonFields, GenerationRequest
 
@@ -25,7 +20,6 @@ ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 
 def _content(value: object) -> str:
-    """The text of a message, which may come in parts."""
     parts = value if isinstance(value, list) else [{"type": "text", "text": value or ""}]
     texts: list[str] = []
     for part in parts:
@@ -58,6 +52,11 @@ class ToolCall(Piece):
     id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
+
+
+def chat_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A `ToolCall`, before it is validated."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 class ChatMessage(Piece):
@@ -133,13 +132,9 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template_kwargs: TemplateVariables | None = None
 
     @model_validator(mode="after")
-    def _top_logprobs_need_logprobs(self) -> "ChatCompletionRequest":
+    def _fields_fit_together(self) -> "ChatCompletionRequest":
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("top_logprobs", "top_logprobs: only allowed when logprobs is true")
-        return self
-
-    @model_validator(mode="after")
-    def _tools_fit_together(self) -> "ChatCompletionRequest":
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise PydanticCustomError("tools", "tools: expected each name once")
@@ -183,9 +178,6 @@ _PASSED_ON = {*CommonFields.model_fields, "chat_template_kwargs"}
 class ConvertedRequest(RequestBody, CommonFields, ABC):
     """The body of an endpoint that is answered by way of a chat completion."""
 
-    names: ClassVar[Mapping[str, str]]
-    """By the name of a chat completion's field, its name here."""
-
     model: str | None = None
     stream: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
@@ -205,16 +197,3 @@ class ConvertedRequest(RequestBody, CommonFields, ABC):
             raise invalid(error) from error
         chat.check_fields(policy)
         return chat
-
-    @classmethod
-    @contextmanager
-    def renaming(cls) -> Iterator[None]:
-        """Errors that come from within name the fields as this endpoint does."""
-        try:
-            yield
-        except ApiError as error:
-            field, _, rest = (error.param or "").partition(".")
-            name = cls.names.get(field, field)
-            message = re.sub(rf"^{re.escape(field)}\b", name, error.message) if field else error.message
-            message = re.sub(r"\bmax_tokens\b", cls.names.get("max_tokens", "max_tokens"), message)
-            raise replace(error, message=message, param=".".join(filter(None, (name, rest))) or None) from error

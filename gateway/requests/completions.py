@@ -13,7 +13,6 @@ Prompt = str | list[int]
 
 
 def _prompts(value: object) -> list[Prompt]:
-    """One prompt or several, as text or as token ids."""
     several = isinstance(value, list) and any(isinstance(element, str | list) for element in value)
     prompts: list[Any] = value if isinstance(value, list) and several else [value]
     for prompt in prompts:

@@ -2,7 +2,6 @@
 
 import secrets
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, PlainValidator, model_validator
@@ -58,10 +57,7 @@ class StreamOptions(Piece):
 
 
 class CommonFields(Piece):
-    """Fields that have the same name and meaning at all endpoints that generate, as they have in vLLM.
-
-    Those of `Sampling` that mean the same there are passed on by their name.
-    """
+    """Fields that mean the same at all endpoints that generate, as in vLLM. Some go to `Sampling` by their name."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -106,19 +102,10 @@ class GenerationRequest(RequestBody, CommonFields, StructureFields, ABC):
         """The body itself: the other endpoints' bodies become one of these."""
         return self
 
-    @staticmethod
-    def renaming() -> AbstractContextManager[None]:
-        """Errors keep the names of fields."""
-        return nullcontext()
-
     @model_validator(mode="after")
-    def _prompt_logprobs_need_a_whole_answer(self) -> "GenerationRequest":
+    def _streams_only_what_can_be_streamed(self) -> "GenerationRequest":
         if self.prompt_logprobs is not None and self.stream:
             raise PydanticCustomError("prompt_logprobs", "prompt_logprobs: not supported when stream is true")
-        return self
-
-    @model_validator(mode="after")
-    def _usage_needs_stream(self) -> "GenerationRequest":
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("stream_options", "stream_options: only allowed when stream is true")
         return self
@@ -134,7 +121,6 @@ class GenerationRequest(RequestBody, CommonFields, StructureFields, ABC):
         return self.choices
 
     def check_fields(self, policy: FieldPolicy) -> None:
-        """Raises ApiError for a field that asks for what is not carried out."""
         super().check_fields(policy)
         if self.stream_options is not None:
             policy.check(self.stream_options.model_extra or {}, OF_STREAMS, "stream_options.")
@@ -211,14 +197,12 @@ class GenerationRequest(RequestBody, CommonFields, StructureFields, ABC):
         return token_ids[-most if most > 0 else 1 - context :] if most else []
 
     def _biases(self, vocab_size: int) -> dict[int, float]:
-        biases = {}
-        for token, bias in (self.logit_bias or {}).items():
+        for token in self.logit_bias or {}:
             # Python refuses to convert thousands of digits.
             if not (token.isascii() and token.isdigit() and len(token) <= 10 and int(token) < vocab_size):
                 message = f"logit_bias: expected token ids from 0 to {vocab_size - 1}, found {shown(token)}"
                 raise ApiError(400, message, param="logit_bias")
-            biases[int(token)] = bias
-        return biases
+        return {int(token): bias for token, bias in (self.logit_bias or {}).items()}
 
     def _allowed(self, vocab_size: int) -> tuple[int, ...] | None:
         if self.allowed_token_ids is not None and (most := max(self.allowed_token_ids)) >= vocab_size:

@@ -8,7 +8,7 @@ from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.requests.body import JsonObject, Piece, TextOr, kinds
-from gateway.requests.chat import MAX_TOOLS, CallId, ConvertedRequest, ToolName
+from gateway.requests.chat import MAX_TOOLS, CallId, ConvertedRequest, ToolName, chat_call
 from gateway.requests.generation import StopStrings
 
 
@@ -241,15 +241,8 @@ def text_of(content: str | Sequence[TextBlock | SearchResultBlock] | None) -> st
 def _answer(blocks: Sequence[Block]) -> dict[str, Any]:
     texts = [block.text for block in blocks if isinstance(block, TextBlock)]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
-    calls = [
-        {
-            "id": block.id,
-            "type": "function",
-            "function": {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)},
-        }
-        for block in blocks
-        if isinstance(block, ToolUseBlock)
-    ]
+    uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
+    calls = [chat_call(use.id, use.name, json.dumps(use.input, ensure_ascii=False)) for use in uses]
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)

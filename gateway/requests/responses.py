@@ -7,7 +7,7 @@ from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.requests.body import OF_STREAMS, TEXT_OR_OTHER, FieldPolicy, JsonObject, Piece, TextOr, kinds
-from gateway.requests.chat import MAX_TOOLS, CallId, ConvertedRequest, ToolName
+from gateway.requests.chat import MAX_TOOLS, CallId, ConvertedRequest, ToolName, chat_call
 from gateway.requests.generation import StreamOptions
 
 LOGPROBS = "message.output_text.logprobs"
@@ -95,21 +95,19 @@ InputItem = Annotated[
 ]
 
 
-class FunctionTool(Piece):
-    """A tool that the model may call. parameters: JSON schema of the arguments."""
-
-    type: Literal["function"]
-    name: ToolName
-    description: str | None = None
-    parameters: JsonObject | None = None
-    strict: bool | None = None
-
-
 class NamedFunction(Piece):
     """The one tool that is to be called."""
 
     type: Literal["function"]
     name: ToolName
+
+
+class FunctionTool(NamedFunction):
+    """A tool that the model may call. parameters: JSON schema of the arguments."""
+
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
 
 
 ToolChoice = Annotated[
@@ -297,8 +295,7 @@ def messages_of(items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
             case ReasoningItem():
                 begun("reasoning_content", "content", "tool_calls")["reasoning_content"] = item.text
             case FunctionCall():
-                function = {"name": item.name, "arguments": item.arguments}
-                call = {"id": item.call_id, "type": "function", "function": function}
+                call = chat_call(item.call_id, item.name, item.arguments)
                 begun().setdefault("tool_calls", []).append(call)
             case FunctionCallOutput():
                 answer = None
