@@ -89,8 +89,8 @@ def plan_sizes(
     if max_device_slots is not None:
         if max_device_slots < per_request:
             raise StartupError(
-                f"max-device-slots {max_device_slots} is fewer than one hot buffer of {config.device_buffer_size} + {window} "
-                f"slots (in granules of {granule}: {per_request})"
+                f"max-device-slots {max_device_slots} is fewer than one hot buffer of {config.device_buffer_size} + "
+                f"{window} slots (in granules of {granule}: {per_request})"
             )
         asked = min(asked, max_device_slots // granule * granule)
     pages_per_row = -(-context_length // index_page_size)
