@@ -75,8 +75,8 @@ class DeviceKVPool:
 
     A running request has a row. Per row, int64 on the device:
     hot_granules [max_requests, ceil((device_buffer_size + window) / hot_granule)]: hot index // hot_granule -> the
-    first of as many slots of `kv`, -1 if not owned yet. Hot indices from device_buffer_size on are the extra ones for
-    the tokens that a step of a request computes which outgrew the buffer.
+    first of as many slots of `kv`, -1 if not owned yet. Hot indices from device_buffer_size on are for the tokens that
+    a step computes of a request that outgrew the buffer.
     page_table [max_requests, max_pages]: page of the sequence -> page of `index_keys`, 0 if not owned yet.
     host_slot_of [max_requests, max_context]: position -> slot of the host pool, -1 if there is none yet.
     """

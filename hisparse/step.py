@@ -24,8 +24,8 @@ class DecodeStep:
 
     In each layer the model stores the new tokens' items and index keys and swaps in what its queries selected; `finish`
     copies the new tokens to the host. A device carries everything out in the order of the calls. A recorded step is
-    carried out again at each replay, for the values that `rows`, `newest`, `queries` and `stored` hold then; its
-    tensors must stay.
+    carried out again at each replay, for the values that rows, newest, queries and stored hold then; its tensors must
+    stay.
 
     to_be_verified: check every swap-in against the host copy, which is slow. rows, newest: int64 [batch] on the device,
     below 0 for padding. queries: each has one place in a batch of batch * queries.width; swap-in lowers its counts, in
