@@ -236,9 +236,7 @@ def test_ranks_that_end_nearly_together_are_no_failure(supervised: Supervised, m
         (RuntimeError("odd"), 1, "rank 1: RuntimeError: odd"),
     ],
 )
-def test_a_rank_leaves_its_reason_for_who_supervises_it(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, text: str
-) -> None:
+def test_a_rank_leaves_its_reason(monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, text: str) -> None:
     def fail(*_: object) -> None:
         raise error
 
