@@ -21,7 +21,7 @@ from gateway.errors import ApiError
 from gateway.keys import ApiKeys
 from gateway.process import Gateway
 from tests.gateway.nodes import FakeDecodeNode, wait_until
-from tests.gateway.world import MODEL, RunningGateway, held_answers
+from tests.gateway.world import MODEL, RunningGateway, World, held_answers
 from tests.service.raw_http import RawClient
 
 Start = Callable[..., RunningGateway]
@@ -193,20 +193,20 @@ def test_the_default_limit_of_a_body_is_1_mib_for_a_small_context(gateway: Runni
 
 
 @pytest.mark.parametrize("declared", [True, False])
-@pytest.mark.parametrize("gateway", [{"max_body_mib": 1, "max_total_body_mib": 1}], indirect=True)
-def test_bodies_too_large_together_are_refused(gateway: RunningGateway, decode: FakeDecodeNode, declared: bool) -> None:
-    decode.hold_after = 2
+@pytest.mark.parametrize("fresh", [{"max_body_mib": 1, "max_total_body_mib": 1}], indirect=True)
+def test_bodies_too_large_together_are_refused_until_others_have_gone(fresh: World, declared: bool) -> None:
+    fresh.decode.hold_after = 2
     body = json.dumps(PROMPT | {"stream": True}).encode() + b" " * (600 << 10)
-    url = f"{gateway.url}/v1/completions"
+    url = f"{fresh.gateway.url}/v1/completions"
     with httpx.stream("POST", url, content=body) as held:
         lines = held.iter_lines()
         next(lines)
         answer = httpx.post(url, content=body if declared else iter([body]))
         assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
-        assert refused(gateway, "too_many_bytes") == 1
-        decode.hold_after = None
-        assert httpx.post(url, json=PROMPT).status_code == 200, "a small one still fits"
-    wait_until(lambda: gateway.serving == 0)
+        assert refused(fresh.gateway, "too_many_bytes") == 1
+        fresh.decode.hold_after = None
+        assert fresh.post().status_code == 200, "a small one still fits"
+    wait_until(lambda: fresh.gateway.serving == 0)
     assert httpx.post(url, content=body).status_code == 200
 
 
@@ -238,24 +238,23 @@ def test_a_client_may_leave_in_the_middle_of_its_body(
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
-@pytest.mark.parametrize("gateway", [{"max_concurrent_requests": 2}], indirect=True)
-def test_places_of_requests_are_bounded_and_come_back(gateway: RunningGateway, decode: FakeDecodeNode) -> None:
-    decode.hold_after = 2
-    with contextlib.ExitStack() as streams:
-        for _ in range(2):
-            stream = httpx.stream("POST", f"{gateway.url}/v1/completions", json=PROMPT | {"stream": True}, timeout=20)
-            assert streams.enter_context(stream).status_code == 200
-        answer = httpx.post(f"{gateway.url}/v1/completions", json=PROMPT)
+@pytest.mark.parametrize("fresh", [{"max_concurrent_requests": 2}], indirect=True)
+def test_requests_beyond_the_bound_are_refused_and_places_come_back(fresh: World) -> None:
+    fresh.decode.hold_after = 2
+    with fresh.stream() as one, fresh.stream() as other:
+        assert next(one)
+        assert next(other)
+        answer = fresh.post()
         assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
         error = answer.json()["error"]
         assert (error["type"], error["code"]) == ("rate_limit_error", "too_many_requests")
         for path in ("/health", "/ready", "/metrics"):
-            assert httpx.get(f"{gateway.url}{path}").status_code == 200
-        assert refused(gateway, "too_many_requests") == 1
-    wait_until(lambda: len(decode.cancelled) == 2)
-    wait_until(lambda: gateway.serving == 0)
-    decode.reset()
-    assert httpx.post(f"{gateway.url}/v1/completions", json=PROMPT).status_code == 200
+            assert fresh.http.get(path).status_code == 200
+        assert refused(fresh.gateway, "too_many_requests") == 1
+    wait_until(lambda: len(fresh.decode.cancelled) == 2)
+    wait_until(lambda: fresh.gateway.serving == 0)
+    fresh.decode.reset()
+    assert fresh.post().status_code == 200
 
 
 @pytest.mark.parametrize("gateway", [{"header_timeout": 3.0}], indirect=True)
