@@ -35,7 +35,7 @@ def flag(child: Child, name: str) -> str:
     return child.words[child.words.index(name) + 1]
 
 
-def test_each_rank_has_ports_and_a_device_of_its_own_and_the_same_flags_otherwise() -> None:
+def test_each_rank_has_its_own_ports_and_device_and_the_same_flags() -> None:
     children = planned(device="cuda:2", gateways=("10.0.0.1:8001", "10.0.0.2:8001"), max_running_requests=7)
     assert [flag(child, "--port") for child in children] == ["8020", "8022", "8024"]
     assert [flag(child, "--control-port") for child in children] == ["8021", "8023", "8025"]
@@ -97,7 +97,7 @@ def test_local_prefill_is_refused_by_name(refused: Refused) -> None:
     assert refused("decode", "--model-path", "/m", "--ranks", "2", "--allow-local-prefill").startswith(expected)
 
 
-def test_the_second_host_has_the_same_ports_and_devices_and_the_ranks_that_follow() -> None:
+def test_the_second_host_has_the_same_ports_and_the_ranks_that_follow() -> None:
     places = create_places(4, hosts=2, host=1, meeting="10.0.0.1:5000")
     config = DecodeConfig(
         model_path=Path("/m"), ranks=4, nnodes=2, node_rank=1, dist_init_addr="10.0.0.1:5000", device="cuda"
