@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from base.version import VERSION
 from cli.main import main, title
 from control.codec import PROTOCOL_VERSION
 from gateway.config import GatewayConfig
+
+Refused = Callable[..., str]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> Any:
@@ -44,15 +47,11 @@ def test_api_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch, text: st
 
 
 @pytest.mark.parametrize("text", ["", " ", ","])
-def test_a_variable_without_a_key_is_not_taken_for_no_authentication(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
-) -> None:
+def test_a_variable_without_a_key_is_refused(monkeypatch: pytest.MonkeyPatch, refused: Refused, text: str) -> None:
+    """It is not taken for no authentication."""
     monkeypatch.setenv("HISPARSE_PD_API_KEY", text)
     for command in ("gateway", "serve"):
-        with pytest.raises(SystemExit) as ended:
-            main([command, "--model-path", "/m"])
-        assert ended.value.code == 2
-        assert "HISPARSE_PD_API_KEY is set and holds no key" in capsys.readouterr().err
+        assert "HISPARSE_PD_API_KEY is set and holds no key" in refused(command, "--model-path", "/m")
 
 
 @pytest.mark.parametrize(
@@ -66,15 +65,9 @@ def test_a_variable_without_a_key_is_not_taken_for_no_authentication(
     ],
 )
 @pytest.mark.parametrize("command", ["prefill", "decode", "serve"])
-def test_a_value_that_is_refused_is_one_line_with_flag_and_value(
-    capsys: pytest.CaptureFixture[str], command: str, words: str, error: str
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([command, *(["--model-path", "/m"] if words else []), *words.split()])
-    assert ended.value.code == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith(f"error: {error}")
+def test_a_refusal_is_one_line_with_flag_and_value(refused: Refused, command: str, words: str, error: str) -> None:
+    model = ["--model-path", "/m"] if words else []
+    assert refused(command, *model, *words.split()).startswith(f"error: {error}")
 
 
 def test_the_version_is_that_of_the_program_and_of_its_protocol(capsys: pytest.CaptureFixture[str]) -> None:

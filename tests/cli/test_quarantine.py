@@ -3,7 +3,7 @@
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from tests.prefill_node.fakes import FakeControl
 from transfer.fencing import ReservationTable
 
 WRITER = Peer(role="prefill", address="10.0.0.1:8011", boot_id="0123456789abcdef")
+Refused = Callable[..., str]
 
 
 @dataclass
@@ -59,60 +60,52 @@ def quarantined(node: Node) -> Node:
     return node
 
 
-def run(*words: str) -> int:
+def run(*words: str) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["quarantine", *words])
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
+    assert ended.value.code == 0
 
 
 def test_list(quarantined: Node, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    assert run("list", "--url", quarantined.url + "/") == 0
+    run("list", "--url", quarantined.url + "/")
     output = capsys.readouterr().out
     for expected in ("640 slots in quarantine", "cmpl-1", "10.0.0.1:8011", "0123456789abcdef", "60.", "unknown"):
         assert expected in output
 
 
 def test_list_of_nothing(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("list", "--url", node.url) == 0
+    run("list", "--url", node.url)
     assert capsys.readouterr().out == "nothing is in quarantine\n"
 
 
 def test_evict(quarantined: Node, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("evict", WRITER.boot_id, "--url", quarantined.url) == 0
+    run("evict", WRITER.boot_id, "--url", quarantined.url)
     assert "640 slots of 1 reservations will be free in " in capsys.readouterr().out
     assert [r.may_be_posted_to for r in quarantined.table] == [False]
 
 
-def test_evict_refuses_a_live_writer_unless_forced(quarantined: Node, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evict_refuses_a_live_writer_unless_forced(quarantined: Node, refused: Refused) -> None:
     quarantined.control.heard[WRITER.boot_id] = time.monotonic()
-    assert run("evict", WRITER.boot_id, "--url", quarantined.url) == 2
-    error = capsys.readouterr().err
+    error = refused("quarantine", "evict", WRITER.boot_id, "--url", quarantined.url)
     assert error.startswith("error: 10.0.0.1:8011 (boot id 0123456789abcdef) was heard ")
-    assert error.count("\n") == 1
     assert [r.may_be_posted_to for r in quarantined.table] == [True]
-    assert run("evict", WRITER.boot_id, "--url", quarantined.url, "--force") == 0
+    run("evict", WRITER.boot_id, "--url", quarantined.url, "--force")
 
 
-def test_evict_of_an_unknown_boot(quarantined: Node, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("evict", "typo", "--url", quarantined.url) == 2
-    assert capsys.readouterr().err == "error: nothing is in quarantine for boot id typo\n"
+def test_evict_of_an_unknown_boot(quarantined: Node, refused: Refused) -> None:
+    error = refused("quarantine", "evict", "typo", "--url", quarantined.url)
+    assert error == "error: nothing is in quarantine for boot id typo"
 
 
 @pytest.mark.parametrize("command", [["list"], ["evict", "x"]])
 @pytest.mark.parametrize("url", ["closed port", "127.0.0.1:8020", "http://", "ftp://127.0.0.1"])
-def test_what_cannot_be_reached_is_one_line_and_2(
-    command: list[str], url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_reached_is_one_line_and_2(command: list[str], url: str, refused: Refused) -> None:
     url = f"http://127.0.0.1:{free_port()}" if url == "closed port" else url
-    assert run(*command, "--url", url) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: cannot reach {url}: ")
-    assert error.count("\n") == 1
+    assert refused("quarantine", *command, "--url", url).startswith(f"error: cannot reach {url}: ")
 
 
-def test_another_process_is_not_a_decode_node(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_process_is_not_a_decode_node(refused: Refused) -> None:
     router = APIRouter()
 
     @router.post("/quarantine/evict")
@@ -123,8 +116,8 @@ def test_another_process_is_not_a_decode_node(capsys: pytest.CaptureFixture[str]
     server = StatusServer(listener, router, refused=Metrics().http_refused)
     server.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    assert run("list", "--url", url) == 2
-    assert capsys.readouterr().err == f"error: {url} answers /quarantine with 404; is it a decode node?\n"
-    assert run("evict", "x", "--url", url) == 2
-    assert capsys.readouterr().err == f"error: {url} does not answer /quarantine/evict as a decode node does\n"
+    error = refused("quarantine", "list", "--url", url)
+    assert error == f"error: {url} answers /quarantine with 404; is it a decode node?"
+    error = refused("quarantine", "evict", "x", "--url", url)
+    assert error == f"error: {url} does not answer /quarantine/evict as a decode node does"
     server.stop()

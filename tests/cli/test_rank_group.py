@@ -3,7 +3,7 @@
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import typer
 import decode_node.process
 from base.errors import ProcessFailed, StartupError
 from cli import rank_group, serve
-from cli.main import main
 from cli.rank_group import plan_ranks, run_rank, supervise
 from cli.serve import Child
 from decode_node.config import DecodeConfig
@@ -24,6 +23,8 @@ from ranks.place import RankPlace, create_places
 from ranks.status import SharedStatus
 
 PLACES = create_places(3)
+Refused = Callable[..., str]
+Supervised = Callable[..., tuple[int, str]]
 
 
 def planned(**flags: Any) -> list[Child]:
@@ -34,7 +35,7 @@ def flag(child: Child, name: str) -> str:
     return child.words[child.words.index(name) + 1]
 
 
-def test_each_rank_has_ports_and_a_device_of_its_own_and_the_same_flags_otherwise() -> None:
+def test_each_rank_has_its_own_ports_and_device_and_the_same_flags() -> None:
     children = planned(device="cuda:2", gateways=("10.0.0.1:8001", "10.0.0.2:8001"), max_running_requests=7)
     assert [flag(child, "--port") for child in children] == ["8020", "8022", "8024"]
     assert [flag(child, "--control-port") for child in children] == ["8021", "8023", "8025"]
@@ -73,13 +74,6 @@ def test_ports_that_ranks_would_share_are_refused(ports: tuple[int, int]) -> Non
         planned(port=ports[0], control_port=ports[1])
 
 
-def test_local_prefill_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["decode", "--model-path", "/m", "--ranks", "2", "--allow-local-prefill"])
-    assert ended.value.code == 2
-    assert "error: --allow-local-prefill with --ranks 2: only a decode node of one rank" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "refusal"),
     [
@@ -94,16 +88,16 @@ def test_local_prefill_is_refused_by_name(capsys: pytest.CaptureFixture[str]) ->
     ],
 )
 @pytest.mark.parametrize("command", ["decode", "prefill"])
-def test_hosts_that_are_not_said_right_are_refused_by_name(
-    capsys: pytest.CaptureFixture[str], command: str, words: str, refusal: str
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([command, "--model-path", "/m", *words.split()])
-    assert ended.value.code == 2
-    assert f"error: {refusal}" in capsys.readouterr().err
+def test_hosts_that_are_not_said_right_are_refused(refused: Refused, command: str, words: str, refusal: str) -> None:
+    assert refused(command, "--model-path", "/m", *words.split()).startswith(f"error: {refusal}")
 
 
-def test_the_second_host_has_the_same_ports_and_devices_and_the_ranks_that_follow() -> None:
+def test_local_prefill_is_refused_by_name(refused: Refused) -> None:
+    expected = "error: --allow-local-prefill with --ranks 2: only a decode node of one rank"
+    assert refused("decode", "--model-path", "/m", "--ranks", "2", "--allow-local-prefill").startswith(expected)
+
+
+def test_the_second_host_has_the_same_ports_and_the_ranks_that_follow() -> None:
     places = create_places(4, hosts=2, host=1, meeting="10.0.0.1:5000")
     config = DecodeConfig(
         model_path=Path("/m"), ranks=4, nnodes=2, node_rank=1, dist_init_addr="10.0.0.1:5000", device="cuda"
@@ -119,8 +113,8 @@ def test_the_second_host_has_the_same_ports_and_devices_and_the_ranks_that_follo
 
 
 @pytest.fixture
-def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int, SharedStatus]]]:
-    """A function that supervises one rank for each Python program, and returns the exit code and the ranks' table."""
+def supervised(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Supervised:
+    """A function that supervises one rank for each Python program, and returns the exit code and what was said."""
     start = subprocess.Popen
 
     def run_python(command: list[str], **options: Any) -> "subprocess.Popen[bytes]":
@@ -128,33 +122,34 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[
 
     monkeypatch.setattr(serve.subprocess, "Popen", run_python)
     monkeypatch.setattr(rank_group.signal, "signal", lambda *_: None)
-    tables = []
+    monkeypatch.setattr(watch, "GRACE_S", 0.25)
 
     def run(
         *programs: str, reports: dict[int, str] | None = None, code: int = 1, first: int = 0, step_timeout: float = 60
-    ) -> tuple[int, SharedStatus]:
+    ) -> tuple[int, str]:
         table = SharedStatus(SharedStatus.create(first + len(programs)), first + len(programs))
-        tables.append(table)
         for rank, text in (reports or {}).items():
             table.report(rank, text, code)
         for rank in range(table.size):
             table.turn(rank)
         children = [Child(f"rank {rank}", ["-c", program], 0) for rank, program in enumerate(programs, first)]
-        return supervise(children, table, 30, step_timeout, first), table
-
-    yield run
-    for table in tables:
+        ended = supervise(children, table, 30, step_timeout, first)
         table.close()
+        return ended, capfd.readouterr().err
+
+    return run
 
 
 FOR_EVER = "import time; time.sleep(60)"
 IGNORE = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]"
 STUBBORN = f"{IGNORE}; {FOR_EVER}"
+FAILS = "import sys; sys.exit(1)"
+CANNOT_START = "import sys; sys.exit(2)"
+ENDS_IN_PEACE = "import os; os.kill(os.getpid(), 15)"
+STOPPED = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
 
 
-def test_a_killed_rank_ends_the_others_within_three_seconds_and_is_named(
-    supervised: Callable[..., tuple[int, SharedStatus]], capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_killed_rank_ends_the_others_within_three_seconds(supervised: Supervised, tmp_path: Path) -> None:
     """It is killed once the stubborn one ignores signals."""
     ignores, killed = tmp_path / "ignores", tmp_path / "killed"
     stubborn = f"import pathlib; {IGNORE}; pathlib.Path({str(ignores)!r}).touch(); {FOR_EVER}"
@@ -165,99 +160,71 @@ while not os.path.exists({str(ignores)!r}):
 pathlib.Path({str(killed)!r}).write_text(str(time.monotonic()))
 os.kill(os.getpid(), 9)
 """
-    code, _ = supervised(FOR_EVER, is_killed, stubborn)
-    assert code == 1
+    ended = supervised(FOR_EVER, is_killed, stubborn)
     assert time.monotonic() - float(killed.read_text()) < 3
-    assert capfd.readouterr().err == "error: rank 1 was killed by SIGKILL; all ranks were stopped\n"
+    assert ended == (1, "error: rank 1 was killed by SIGKILL; all ranks were stopped\n")
 
 
-def test_a_rank_that_cannot_start_says_why_once(
-    supervised: Callable[..., tuple[int, SharedStatus]], capfd: pytest.CaptureFixture[str]
+LOST = "rank 0 on host 0 was not heard for 30 s"
+UNBINDABLE = "rank 1: cannot bind the HTTP port 127.0.0.1:8022"
+OUT_OF_MEMORY = "rank 1 failed in step 7: out of memory"
+OTHER_VERSION = "rank 1: rank 0 has version 1, rank 1 has version 2"
+
+
+@pytest.mark.parametrize(
+    ("programs", "options", "code", "reason"),
+    [
+        ([FOR_EVER, CANNOT_START], {"reports": {1: UNBINDABLE}, "code": 2}, 2, UNBINDABLE),
+        ([FAILS, FAILS], {"reports": {0: "rank 1 ended in step 7", 1: OUT_OF_MEMORY}}, 1, OUT_OF_MEMORY),
+        ([FAILS, FAILS], {"reports": {0: LOST, 1: "rank 0 ended", 2: "rank 0 ended in step 7"}, "first": 1}, 1, LOST),
+        ([CANNOT_START], {"reports": {0: LOST, 1: OTHER_VERSION}, "first": 1, "code": 2}, 2, OTHER_VERSION),
+        ([STOPPED], {"first": 1, "step_timeout": 0.25}, 1, "rank 1 hangs: its loop has not turned for 0.5 s"),
+    ],
+    ids=[
+        "a rank that cannot start",
+        "the one to blame of several",
+        "the rank of another host that was lost",
+        "a reason of this host's own where another was lost",
+        "a rank that hangs while nobody waits for it",
+    ],
+)
+def test_the_rank_to_blame_is_named_once(
+    supervised: Supervised, programs: list[str], options: dict[str, Any], code: int, reason: str
 ) -> None:
-    why = "rank 1: cannot bind the HTTP port 127.0.0.1:8022"
-    code, _ = supervised(FOR_EVER, "import sys; sys.exit(2)", reports={1: why}, code=2)
-    assert code == 2
-    assert capfd.readouterr().err == f"error: {why}; all ranks were stopped\n"
+    assert supervised(*programs, **options) == (code, f"error: {reason}; all ranks were stopped\n")
 
 
-def test_of_several_that_ended_the_one_to_blame_is_named(
-    supervised: Callable[..., tuple[int, SharedStatus]], capfd: pytest.CaptureFixture[str]
-) -> None:
-    both = "import sys; sys.exit(1)"
-    reports = {0: "rank 1 ended in step 7", 1: "rank 1 failed in step 7: out of memory"}
-    assert supervised(both, both, reports=reports)[0] == 1
-    assert capfd.readouterr().err == "error: rank 1 failed in step 7: out of memory; all ranks were stopped\n"
-
-
-def test_where_another_host_was_lost_its_rank_is_named_with_the_reason(
-    supervised: Callable[..., tuple[int, SharedStatus]], capfd: pytest.CaptureFixture[str]
-) -> None:
-    """And not before the ranks of this host have ended, which may have reasons of their own."""
-    lost = "rank 0 on host 0 was not heard for 30 s"
-    reports = {0: lost, 1: "rank 0 ended", 2: "rank 0 ended in step 7"}
-    assert supervised("import sys; sys.exit(1)", "import sys; sys.exit(1)", reports=reports, first=1)[0] == 1
-    assert capfd.readouterr().err == f"error: {lost}; all ranks were stopped\n"
-    reports = {0: "rank 0 on host 0 closed its connection", 1: "rank 1: rank 0 has version 1, rank 1 has version 2"}
-    assert supervised("import sys; sys.exit(2)", reports=reports, first=1, code=2)[0] == 2
-    assert capfd.readouterr().err == f"error: {reports[1]}; all ranks were stopped\n"
-
-
-def test_a_rank_that_cannot_end_when_another_host_was_lost_is_stopped(
-    supervised: Callable[..., tuple[int, SharedStatus]],
-    capfd: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("programs", "options", "reason"),
+    [
+        ([FOR_EVER], {"reports": {0: LOST}, "first": 1}, LOST),
+        ([ENDS_IN_PEACE, FOR_EVER], {}, "rank 1 did not end when the others did or were told to"),
+    ],
+    ids=["its loop waits for a rank of a host that was lost", "it was told to stop before it could hear signals"],
+)
+def test_a_rank_that_does_not_follow_the_others_is_stopped(
+    supervised: Supervised,
     monkeypatch: pytest.MonkeyPatch,
+    programs: list[str],
+    options: dict[str, Any],
+    reason: str,
 ) -> None:
-    """Its loop waits in a collective for a rank of that host."""
     monkeypatch.setattr(rank_group, "_FOLLOW_S", 0.5)
-    lost = "rank 0 on host 0 closed its connection"
-    assert supervised(FOR_EVER, reports={0: lost}, first=1)[0] == 1
-    assert capfd.readouterr().err == f"error: {lost}; all ranks were stopped\n"
+    assert supervised(*programs, **options) == (1, f"error: {reason}; all ranks were stopped\n")
 
 
-def test_a_rank_that_says_that_it_fails_and_cannot_end_is_killed(
-    supervised: Callable[..., tuple[int, SharedStatus]], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_says_that_it_fails_and_cannot_end_is_killed(supervised: Supervised) -> None:
     """Its device may wait for another rank for ever."""
     since = time.monotonic()
-    assert supervised(STUBBORN, FOR_EVER, reports={0: "rank 1 did not come to step 7 within 30 s"})[0] == 1
+    reason = "rank 1 did not come to step 7 within 30 s"
+    ended = supervised(STUBBORN, FOR_EVER, reports={0: reason})
     assert time.monotonic() - since < 4
-    assert capfd.readouterr().err == "error: rank 1 did not come to step 7 within 30 s; all ranks were stopped\n"
+    assert ended == (1, f"error: {reason}; all ranks were stopped\n")
 
 
-def test_ranks_that_end_together_in_peace_are_no_failure(
-    supervised: Callable[..., tuple[int, SharedStatus]],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Nearly together: the second ends well within the time that it has to follow."""
+def test_ranks_that_end_nearly_together_are_no_failure(supervised: Supervised, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_group, "_FOLLOW_S", 60.0)
-    assert supervised("pass", "import time; time.sleep(0.5)")[0] == 0
-    assert capfd.readouterr().err == ""
-
-
-def test_a_rank_that_stays_when_another_ended_in_peace_is_stopped(
-    supervised: Callable[..., tuple[int, SharedStatus]],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Such as one that was told to stop before it could hear signals: the others wait for it."""
-    monkeypatch.setattr(rank_group, "_FOLLOW_S", 0.5)
-    assert supervised("import os; os.kill(os.getpid(), 15)", FOR_EVER)[0] == 1
-    said = capfd.readouterr().err
-    assert said == "error: rank 1 did not end when the others did or were told to; all ranks were stopped\n"
-
-
-def test_a_rank_that_hangs_while_nobody_waits_for_it_is_ended_and_named(
-    supervised: Callable[..., tuple[int, SharedStatus]],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Stopped between two steps, say: it does not hear signals. Here it is alone on its host."""
-    monkeypatch.setattr(watch, "GRACE_S", 0.25)
-    stopped = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
-    assert supervised(stopped, first=1, step_timeout=0.25)[0] == 1
-    said = capfd.readouterr().err
-    assert said == "error: rank 1 hangs: its loop has not turned for 0.5 s; all ranks were stopped\n"
+    assert supervised("pass", "import time; time.sleep(0.5)") == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -269,9 +236,7 @@ def test_a_rank_that_hangs_while_nobody_waits_for_it_is_ended_and_named(
         (RuntimeError("odd"), 1, "rank 1: RuntimeError: odd"),
     ],
 )
-def test_a_rank_leaves_its_reason_for_who_supervises_it(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, text: str
-) -> None:
+def test_a_rank_leaves_its_reason(monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, text: str) -> None:
     def fail(*_: object) -> None:
         raise error
 

@@ -190,11 +190,9 @@ def test_nodes_stay_on_the_loopback_interface(planned: Planned) -> None:
     assert not any("sk-one" in word for child in (gateway, *nodes) for word in child.words)
 
 
-def test_prompts_that_nothing_would_compute_are_refused_at_start(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", "--model-path", "/m", "--prefill-nodes", "0"])
-    assert ended.value.code == 2
-    assert "--prefill-nodes 0: nothing would compute prompts; give --allow-local-prefill" in capsys.readouterr().err
+def test_prompts_that_nothing_would_compute_are_refused_at_start(refused: Callable[..., str]) -> None:
+    said = refused("serve", "--model-path", "/m", "--prefill-nodes", "0")
+    assert "--prefill-nodes 0: nothing would compute prompts; give --allow-local-prefill" in said
 
 
 def test_the_url_says_whether_it_is_tls() -> None:

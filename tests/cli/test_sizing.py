@@ -113,9 +113,7 @@ def test_two_machines_hold_twice_the_requests_of_each_in_host_memory(deepseek: N
     assert two.fitting > deepseek.fitting, "whose weights are fewer"
 
 
-def test_what_is_printed_begins_with_a_command_and_has_every_figure(
-    capsys: pytest.CaptureFixture[str], deepseek: NodeSizing
-) -> None:
+def test_a_command_is_printed_with_every_figure(capsys: pytest.CaptureFixture[str], deepseek: NodeSizing) -> None:
     with pytest.raises(SystemExit):
         main(["sizing"])
     printed = capsys.readouterr().out

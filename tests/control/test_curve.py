@@ -69,9 +69,7 @@ def test_nothing_is_said_to_a_mailbox_that_is_not_the_cluster_s(secure: Start, t
         gateway.plane.answered("key")
 
 
-def test_a_process_that_was_without_keys_is_reached_once_it_has_them(
-    secure: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_is_reached_once_it_has_its_keys(secure: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeroMQ gives up a connection whose other end expects other security; we do not.
 
     If the other end stops at the wrong moment, ZeroMQ goes on taking frames for the connection.
@@ -90,7 +88,7 @@ def test_a_process_that_was_without_keys_is_reached_once_it_has_them(
 # --- keys that may less ---
 
 
-def test_a_revoked_key_is_not_listened_to_on_the_connection_that_it_has(
+def test_a_revoked_key_is_not_heard_on_its_connection(
     secure: Start, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = CapturingLogger()

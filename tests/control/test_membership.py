@@ -131,7 +131,7 @@ def test_a_node_registers_with_every_gateway_also_with_later_ones(gateway: Start
     wait_until(lambda: all(Leaving() in one.seen for one in (first, second, late)))
 
 
-def test_a_gateway_that_is_listed_no_more_is_kept_while_it_answers(
+def test_a_gateway_is_kept_while_it_answers(
     gateway: StartGateway, node: StartNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It drains; to forget it would be to end its requests."""
@@ -151,7 +151,7 @@ def test_a_gateway_that_is_listed_no_more_is_kept_while_it_answers(
     assert not me.membership.gateway_lost(staying.control.me, 0.0, 0.0)
 
 
-def test_who_takes_the_address_of_a_forgotten_gateway_gets_no_node(
+def test_a_forgotten_address_gets_no_node(
     gateway: StartGateway, node: StartNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Addresses of pods are used again, also by others."""
@@ -167,9 +167,7 @@ def test_who_takes_the_address_of_a_forgotten_gateway_gets_no_node(
     assert stranger.seen == []
 
 
-def test_a_gateway_that_comes_later_and_refuses_the_node_does_not_stop_it(
-    gateway: StartGateway, node: StartNode
-) -> None:
+def test_a_later_gateway_that_refuses_the_node_does_not_stop_it(gateway: StartGateway, node: StartNode) -> None:
     """Or the first gateway of a new release would stop every node of the old one."""
     first, other = gateway(), gateway(refuses="another model")
     addresses = Listed(first)

@@ -77,7 +77,7 @@ Make = Callable[[int, Role], Foreign]
 
 @OTHERS
 @pytest.mark.parametrize("kind", ["Register", "Heartbeat"])
-def test_a_gateway_refuses_a_node_of_another_version_in_its_words(
+def test_a_node_of_another_version_is_refused_in_its_words(
     start: Start, foreign: Make, version: int, kind: str
 ) -> None:
     """It was dropped as malformed, and a rollout of a new version showed nothing."""
@@ -173,9 +173,7 @@ def test_other_messages_of_another_version_are_dropped_and_counted(start: Start,
 
 
 @OTHERS
-def test_what_another_version_says_to_an_earlier_boot_is_not_acted_on(
-    start: Start, foreign: Make, version: int
-) -> None:
+def test_another_version_is_not_heard_for_an_earlier_boot(start: Start, foreign: Make, version: int) -> None:
     gateway, _ = start("gateway")
     node = foreign(version, "decode")
     frame = {"v": version, "kind": "Ping", "sender": node.me, "to": "another boot", "body": {"nonce": 1}}

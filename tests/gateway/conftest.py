@@ -10,18 +10,8 @@ import pytest
 
 from gateway.config import GatewayConfig
 from service import watched
-from tests.gateway.world import (
-    CONTEXT,
-    MODEL,
-    FakeDecodeNode,
-    FakeNode,
-    RunningGateway,
-    World,
-    deepseek_service,
-    glm_service,
-    wait_until,
-    write_checkpoint,
-)
+from tests.gateway.nodes import CONTEXT, FakeDecodeNode, FakeNode, wait_until
+from tests.gateway.world import MODEL, RunningGateway, World, deepseek_service, glm_service, write_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -45,6 +35,12 @@ def start_world(checkpoint: Path) -> Iterator[Callable[..., World]]:
             return worlds.enter_context(World(checkpoint, CONTEXT, **flags))
 
         yield start
+
+
+@pytest.fixture
+def fresh(start_world: Callable[..., World], request: pytest.FixtureRequest) -> World:
+    """One for this test alone. Its parameter, if it has one, is a dict of flags."""
+    return start_world(**getattr(request, "param", {}))
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -13,7 +12,6 @@ from tests.gateway.world import (
     GLM_TEMPLATE,
     LONG_CONTEXT,
     QUESTION,
-    WEATHER,
     World,
     dsml_call,
     dsml_calls,
@@ -147,33 +145,6 @@ def test_a_file_may_replace_the_template(tmp_path: Path) -> None:
         assert service.prompt == "[How is it in Rome?]"
         assert message.content == "a</think>"
         assert len(message.tool_calls) == 1
-
-
-BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": [{"type": "function"}]}, "tools.0.function", "Field required"),
-    ({"tools": [{"type": "retrieval"}]}, "tools.0.type", "'function'"),
-    ({"tools": [WEATHER, WEATHER]}, "", "each name once"),
-    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "pattern"),
-    ({"tool_choice": "required"}, "", "expected one of the tools"),
-    ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "", "one of the tools"),
-    ({"tools": [WEATHER], "tool_choice": "maybe"}, "tool_choice", "'none'"),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
-        "messages.0.tool_calls.0.function",
-        "required",
-    ),
-    ({"reasoning_effort": "much"}, "reasoning_effort", "'none'"),
-]
-
-
-@pytest.mark.parametrize(("fields", "param", "message"), BAD)
-def test_bad_tools_get_a_clear_answer(deepseek: World, fields: dict[str, Any], param: str, message: str) -> None:
-    body = {"messages": [QUESTION], **fields}
-    answer = httpx.post(f"{deepseek.gateway.url}/v1/chat/completions", json=body)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert (error["param"] or "").startswith(param)
-    assert message in error["message"]
 
 
 def test_a_template_that_knows_no_tools_leaves_them_out(tmp_path: Path) -> None:

@@ -144,9 +144,7 @@ LONG_RUNS = {
     ],
     ids=[*LONG_RUNS, "tokens without text that are not skipped"],
 )
-def test_a_token_costs_the_same_however_long_the_answer_is(
-    ids: list[int], skips: Callable[[int], bool], most: int
-) -> None:
+def test_a_token_costs_the_same_in_a_long_answer(ids: list[int], skips: Callable[[int], bool], most: int) -> None:
     sizes: list[int] = []
 
     def decode(window: Sequence[int]) -> str:

@@ -11,22 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from base.errors import StartupError
 from control.messages import Output
 from gateway.errors import ApiError
-from tests.gateway.world import (
-    LONG_CONTEXT,
-    MODEL,
-    FakeDecodeNode,
-    RunningGateway,
-    World,
-    held_answers,
-    wait_until,
-    write_checkpoint,
-)
+from tests.gateway.nodes import FakeDecodeNode, wait_until
+from tests.gateway.world import LONG_CONTEXT, MODEL, RunningGateway, World, held_answers, write_checkpoint
 from tests.service.raw_http import RawClient
 
 TOKENS = 4096
@@ -123,9 +114,7 @@ LARGE_CHAT = {**HOSTILE["/v1/chat/completions"], "model": MODEL, "max_tokens": 5
 
 
 @pytest.mark.parametrize("gateway", [{"max_answer_mib": 1}], indirect=True)
-def test_a_request_whose_answers_take_too_much_ends_alone(
-    gateway: RunningGateway, decode: FakeDecodeNode, client: openai.OpenAI
-) -> None:
+def test_a_request_of_large_answers_ends_alone(gateway: RunningGateway, decode: FakeDecodeNode, client: Any) -> None:
     decode.hold_after = 400
     url = f"{gateway.url}/v1/completions"
     answer = httpx.post(url, json=LARGE | {"n": 16}, timeout=60)

@@ -54,7 +54,7 @@ def _counted() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_a_body_of_wrong_elements_is_refused_cheaply_beside_an_honest_client(body: str, deepseek: World) -> None:
+def test_a_body_of_wrong_elements_costs_an_honest_client_nothing(body: str, deepseek: World) -> None:
     deepseek.says("</think>Sunny.")
     path, fields = BODIES[body]
     content = json.dumps(fields, separators=(",", ":"))

@@ -8,10 +8,11 @@ import httpx
 import openai
 import pytest
 
-from control.messages import MAX_ALLOWED, MAX_BAD_WORD_TOKENS, Output, Token
+from control.messages import Output, Token
 from gateway import decode_client
 from gateway.requests.body import HARMLESS, NEUTRAL
-from tests.gateway.world import CONTEXT, EOS, MODEL, VOCAB, FakeDecodeNode, FakeNode, RunningGateway, World, wait_until
+from tests.gateway.nodes import CONTEXT, FakeDecodeNode, FakeNode, wait_until
+from tests.gateway.world import EOS, MODEL, RunningGateway, World
 
 
 @pytest.fixture
@@ -34,12 +35,11 @@ def events(response: httpx.Response) -> list[str]:
     return [line.removeprefix("data: ") for line in response.iter_lines() if line]
 
 
-def test_completion(client: openai.OpenAI, decode: FakeDecodeNode, prefill: FakeNode) -> None:
+def test_completion(client: Any, decode: FakeDecodeNode, prefill: FakeNode) -> None:
     answer = client.completions.create(model=MODEL, prompt="héllo", max_tokens=9, seed=-1, temperature=0.5)
     assert answer.id.startswith("cmpl-")
     assert answer.choices[0].text == "héllohé"
     assert answer.choices[0].finish_reason == "length"
-    assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6, 9)
     sent = decode.generated[0]
     assert sent.prompt_ids == tuple("héllo".encode())
@@ -49,7 +49,7 @@ def test_completion(client: openai.OpenAI, decode: FakeDecodeNode, prefill: Fake
     assert sent.prefill_nodes == (prefill.me,)
 
 
-def test_defaults(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
+def test_defaults(client: Any, decode: FakeDecodeNode) -> None:
     client.completions.create(model=MODEL, prompt="a", extra_body={"top_k": -1, "user": "me"})
     client.completions.create(model=MODEL, prompt="a" * (CONTEXT - 3))
     assert [g.max_new_tokens for g in decode.generated] == [16, 3]
@@ -64,7 +64,7 @@ def test_prompt_forms(http: httpx.Client, prompt: object) -> None:
     assert choice["token_ids"] == [104, 105, 104, 105]
 
 
-def test_chat(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
+def test_chat(client: Any, decode: FakeDecodeNode) -> None:
     answer = client.chat.completions.create(
         model=MODEL,
         messages=[
@@ -78,7 +78,7 @@ def test_chat(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
     assert answer.choices[0].message.role == "assistant"
 
 
-def test_the_chat_template_gets_names_and_variables(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
+def test_the_chat_template_gets_names_and_variables(client: Any, decode: FakeDecodeNode) -> None:
     client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "name": "Eva", "content": "hi"}],
@@ -88,15 +88,15 @@ def test_the_chat_template_gets_names_and_variables(client: openai.OpenAI, decod
     assert bytes(decode.generated[0].prompt_ids) == b"uEva:hi\na:<think>"
 
 
-def test_an_answer_of_the_client_may_be_sent_back_as_it_came(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
+def test_an_answer_of_the_client_may_be_sent_back_as_it_came(client: Any, decode: FakeDecodeNode) -> None:
     question: dict[str, Any] = {"role": "user", "content": "hi"}
-    answer = client.chat.completions.create(model=MODEL, messages=[question], max_tokens=4)  # type: ignore[list-item]
-    said: Any = answer.choices[0].message.model_dump()
-    client.chat.completions.create(model=MODEL, messages=[question, said, question], max_tokens=1)  # type: ignore[list-item]
+    answer = client.chat.completions.create(model=MODEL, messages=[question], max_tokens=4)
+    said = answer.choices[0].message.model_dump()
+    client.chat.completions.create(model=MODEL, messages=[question, said, question], max_tokens=1)
     assert bytes(decode.generated[1].prompt_ids) == b"u:hi\na:u:hi\nu:hi\na:"
 
 
-def test_stop_token_ids_end_an_answer_beside_the_models_own(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
+def test_stop_token_ids_end_an_answer_beside_the_models_own(client: Any, decode: FakeDecodeNode) -> None:
     stopping = {"stop_token_ids": [99]}
     answer = client.completions.create(model=MODEL, prompt="abc", extra_body=stopping)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("ab", "stop")
@@ -104,19 +104,14 @@ def test_stop_token_ids_end_an_answer_beside_the_models_own(client: openai.OpenA
     assert [g.stop_token_ids for g in decode.generated] == [(EOS, 99), (99,)]
 
 
-def test_fields_that_ask_for_nothing_are_accepted(client: openai.OpenAI) -> None:
+def test_fields_that_ask_for_nothing_are_accepted(client: Any) -> None:
     idle: dict[str, Any] = {name: values[0] if values else None for name, values in NEUTRAL.items()}
     idle |= dict.fromkeys(HARMLESS, "x")
     client.completions.create(model=MODEL, prompt="a", extra_body=idle)
     client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}], extra_body=idle)
 
 
-def test_chat_fills_the_context_by_default(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
-    client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}])
-    assert decode.generated[0].max_new_tokens == CONTEXT - len(b"u:hi\na:")
-
-
-def test_streaming_completion(client: openai.OpenAI) -> None:
+def test_streaming_completion(client: Any) -> None:
     chunks = list(
         client.completions.create(
             model=MODEL, prompt="né", max_tokens=6, stream=True, stream_options={"include_usage": True}
@@ -126,7 +121,6 @@ def test_streaming_completion(client: openai.OpenAI) -> None:
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * 5 + ["length"]
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert chunks[-1].choices == []
-    assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 6
     assert len({chunk.id for chunk in chunks}) == 1
 
@@ -140,17 +134,16 @@ def test_streamed_token_ids_are_each_chunks_own(http: httpx.Client) -> None:
     assert [choice["text"] for choice in choices] == ["", "", "你"]
 
 
-def test_completion_logprobs(client: openai.OpenAI) -> None:
+def test_completion_logprobs(client: Any) -> None:
     answer = client.completions.create(model=MODEL, prompt="ab", max_tokens=2, logprobs=2)
     logprobs = answer.choices[0].logprobs
-    assert logprobs is not None
     assert logprobs.tokens == ["a", "b"]
     assert logprobs.token_logprobs == [-0.5, -0.5]
     assert logprobs.top_logprobs == [{"a": -0.5, "b": -1.5}, {"b": -0.5, "c": -1.5}]
     assert logprobs.text_offset == [0, 1]
 
 
-def test_chat_logprobs(client: openai.OpenAI) -> None:
+def test_chat_logprobs(client: Any) -> None:
     answer = client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": "a"}],
@@ -159,56 +152,50 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
         top_logprobs=2,
     )
     logprobs = answer.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.content is not None
     assert (logprobs.content[0].token, logprobs.content[0].bytes) == ("u", [117])
     assert [entry.token for entry in logprobs.content[0].top_logprobs] == ["u", "v"]
 
 
-def test_the_bytes_of_tokens_make_up_the_text(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
+def test_the_bytes_of_tokens_make_up_the_text(client: Any, decode: FakeDecodeNode) -> None:
     decode.chunks = [[byte] for byte in "a你🙂\n b".encode()] + [[EOS]]
     answer = client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "a"}], logprobs=True, extra_body={"ignore_eos": True}
     )
     logprobs = answer.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.content is not None
     *own, eos = [bytes(entry.bytes or []) for entry in logprobs.content]
     assert b"".join(own).decode() == answer.choices[0].message.content == "a你🙂\n b"
     assert eos == b"<eos>"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_text_offsets_are_places_in_the_text(client: openai.OpenAI, decode: FakeDecodeNode, stream: bool) -> None:
+def test_text_offsets_are_places_in_the_text(client: Any, decode: FakeDecodeNode, stream: bool) -> None:
     decode.chunks = [list("a你".encode()), list("🙂bEN".encode()), list(b"D")]
-    answer: Any = client.completions.create(model=MODEL, prompt="x", logprobs=0, stop="END", stream=stream)
+    answer = client.completions.create(model=MODEL, prompt="x", logprobs=0, stop="END", stream=stream)
     parts = [part.choices[0] for part in answer] if stream else [answer.choices[0]]
     assert "".join(part.text for part in parts) == "a你🙂b"
     offsets = [offset for part in parts for offset in part.logprobs.text_offset]
     assert offsets == [0, 1, 1, 1, 2, 2, 2, 2, 3, *([4, 5, 6] if stream else [4, 4, 4])]
 
 
-def test_stop_token_is_counted_but_not_shown(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
+def test_stop_token_is_counted_but_not_shown(client: Any, decode: FakeDecodeNode) -> None:
     decode.chunks = [[104], [105, EOS], [106]]
     answer = client.completions.create(model=MODEL, prompt="x")
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("hi", "stop")
-    assert answer.usage is not None
     assert answer.usage.completion_tokens == 3
     ignoring = client.completions.create(model=MODEL, prompt="x", extra_body={"ignore_eos": True})
     assert (ignoring.choices[0].text, ignoring.choices[0].finish_reason) == ("hij", "length")
 
 
-def test_stop_string_across_tokens(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
+def test_stop_string_across_tokens(client: Any, decode: FakeDecodeNode) -> None:
     decode.chunks = [list(b"ab"), list(b"cE"), list(b"N"), list(b"Dxy"), list(b"z")]
     answer = client.completions.create(model=MODEL, prompt="x", stop=["END", "nowhere"])
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("abc", "stop")
-    assert answer.usage is not None
     assert answer.usage.completion_tokens == 6
     chunks = list(client.completions.create(model=MODEL, prompt="x", stop="END", stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == "abc"
 
 
-def test_stop_string_stops_the_decode_node(client: openai.OpenAI, decode: FakeDecodeNode) -> None:
+def test_stop_string_stops_the_decode_node(client: Any, decode: FakeDecodeNode) -> None:
     decode.hold_after = 6
     answer = client.completions.create(model=MODEL, prompt="abc", max_tokens=100, stop="bc")
     assert answer.choices[0].text == "a"
@@ -216,114 +203,7 @@ def test_stop_string_stops_the_decode_node(client: openai.OpenAI, decode: FakeDe
     wait_until(lambda: decode.cancelled.count(answer.id) == 1)
 
 
-MESSAGES = [{"role": "user", "content": "hi"}]
-LONG = CONTEXT + 1
-BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
-    ({}, "prompt", "Field required"),
-    ({"prompt": ""}, "prompt", "empty prompt"),
-    ({"prompt": []}, "prompt", "empty prompt"),
-    ({"prompt": [1, True]}, "prompt", "integer token ids"),
-    ({"prompt": [1, 2.0]}, "prompt", "integer token ids"),
-    ({"prompt": {"a": 1}}, "prompt", "integer token ids"),
-    ({"prompt": [1, VOCAB]}, "prompt", f"0 to {VOCAB - 1}, found {VOCAB} at position 1"),
-    ({"prompt": [-1]}, "prompt", "found -1"),
-    ({"prompt": "a" * LONG}, "prompt", f"{CONTEXT} tokens, but the prompt has {LONG}"),
-    ({"prompt": "a", "max_tokens": CONTEXT}, "max_tokens", f"but {LONG} were requested (1 in the prompt"),
-    ({"prompt": "a", "max_tokens": 0}, "", "expected at least 1, or echo with 0"),
-    ({"prompt": "a", "max_tokens": -5}, "max_tokens", "greater than or equal to 0"),
-    ({"prompt": "a", "max_tokens": 10**30}, "max_tokens", "10000 were requested"[-14:]),
-    ({"prompt": "a", "max_tokens": "5"}, "max_tokens", "valid integer, found '5'"),
-    ({"prompt": "a", "max_tokens": True}, "max_tokens", "valid integer"),
-    ({"prompt": "a", "max_tokens": 5.5}, "max_tokens", "valid integer"),
-    ({"prompt": "a", "temperature": 2.5}, "temperature", "less than or equal to 2"),
-    ({"prompt": "a", "temperature": "hot"}, "temperature", "valid number"),
-    ({"prompt": "a", "top_p": 0}, "top_p", "greater than 0"),
-    ({"prompt": "a", "top_k": -2}, "top_k", "greater than or equal to -1"),
-    ({"prompt": "a", "seed": 2**63}, "seed", "less than"),
-    ({"prompt": ["a", ""]}, "prompt", "empty prompt"),
-    ({"prompt": [1, "b"]}, "prompt", "list of such prompts"),
-    ({"prompt": ["a", "b"], "n": 65}, "", "at most 128 answers"),
-    ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
-    ({"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
-    ({"prompt": "a", "n": True}, "n", "valid integer"),
-    ({"prompt": "a", "n": 129}, "n", "less than or equal to 128"),
-    ({"prompt": "a", "n": 3, "best_of": 2}, "", "at least n"),
-    ({"prompt": "a", "best_of": 2, "stream": True}, "", "cannot be streamed"),
-    ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty", "less than or equal to 2"),
-    ({"prompt": "a", "repetition_penalty": 1e-45}, "repetition_penalty", "greater than or equal to 0.01"),
-    ({"prompt": "a", "min_p": 1.5}, "min_p", "less than or equal to 1"),
-    ({"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias.1", "less than or equal to 100"),
-    ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "expected token ids from 0"),
-    ({"prompt": "a", "logit_bias": {"1" * 5000: 1}}, "logit_bias", "expected token ids from 0"),
-    ({"prompt": "a", "logit_bias": {str(VOCAB): 1}}, "logit_bias", f"0 to {VOCAB - 1}, found"),
-    ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids", "at least 1"),
-    ({"prompt": "a", "allowed_token_ids": [VOCAB]}, "allowed_token_ids", f"found {VOCAB}"),
-    ({"prompt": "a", "allowed_token_ids": [1] * (MAX_ALLOWED + 1)}, "allowed_token_ids", f"at most {MAX_ALLOWED}"),
-    ({"prompt": "a", "bad_words": [""]}, "bad_words.0", "at least 1"),
-    ({"prompt": "a", "bad_words": ["a" * 256] * 8}, "bad_words", f"at most {MAX_BAD_WORD_TOKENS} tokens"),
-    ({"prompt": "a", "min_tokens": 5, "max_tokens": 4}, "min_tokens", "at most max_tokens, 4"),
-    ({"prompt": "a", "truncate_prompt_tokens": 0}, "prompt", "no tokens"),
-    ({"prompt": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "greater than or equal to -1"),
-    ({"prompt": "a", "priority": "high"}, "priority", "valid integer"),
-    ({"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs", "greater than or equal to 0"),
-    ({"prompt": "a", "prompt_logprobs": 0, "stream": True}, "", "not supported when stream is true"),
-    ({"prompt": "a", "add_special_tokens": False}, "add_special_tokens", "not supported"),
-    ({"prompt": "a", "stop_token_ids": [1.5]}, "stop_token_ids.0", "valid integer"),
-    ({"prompt": "a", "stop": ["x"] * 17}, "stop", "at most 16 stop strings, found 17"),
-    ({"prompt": "a", "stop": ["x" * 257]}, "stop", "1 to 256 characters"),
-    ({"prompt": "a", "stop": [""]}, "stop", "1 to 256 characters"),
-    ({"prompt": "a", "stop": 3}, "stop", "string or a list of strings"),
-    ({"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
-    ({"prompt": "a", "stream": "yes"}, "stream", "valid boolean"),
-    ({"prompt": "a", "stream_options": {"include_usage": True}}, "", "only allowed when stream is true"),
-]
-BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
-    ({}, "messages", "Field required"),
-    ({"messages": []}, "messages", "at least 1"),
-    ({"messages": "hi"}, "messages", "valid array"),
-    ({"messages": [{"role": "robot", "content": "hi"}]}, "messages.0.role", "'system', 'developer'"),
-    ({"messages": [{"role": "tool", "content": "hi"}]}, "messages", "no tools"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "'image_url'"),
-    ({"messages": MESSAGES, "function_call": {"name": "f"}}, "function_call", "not supported"),
-    ({"messages": MESSAGES, "continue_final_message": True}, "continue_final_message", "not supported"),
-    ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
-    ({"messages": MESSAGES, "chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs", "valid"),
-    ({"messages": MESSAGES, "chat_template_kwargs": {"__x": 1}}, "chat_template_kwargs", "match pattern"),
-    ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "cannot be set"),
-    ({"messages": MESSAGES, "chat_template_kwargs": {"bos_token": ""}}, "chat_template_kwargs", "cannot be set"),
-    ({"messages": MESSAGES, "top_logprobs": 3}, "", "only allowed when logprobs is true"),
-    ({"messages": MESSAGES, "logprobs": 3}, "logprobs", "valid boolean"),
-    ({"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens", "greater than or equal to 1"),
-]
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param", "message"),
-    [("/v1/completions", *case) for case in BAD_COMPLETIONS] + [("/v1/chat/completions", *case) for case in BAD_CHATS],
-)
-def test_bad_input_gets_a_clear_answer(
-    http: httpx.Client, decode: FakeDecodeNode, path: str, body: dict[str, Any], param: str, message: str
-) -> None:
-    answer = http.post(path, json=body)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["type"] == "invalid_request_error"
-    assert (error["param"] or "").startswith(param)
-    assert message in error["message"]
-    assert not decode.generated
-
-
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b"[1]", b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"[" * 10**5]
-)
-def test_bodies_that_are_no_request(http: httpx.Client, body: bytes) -> None:
-    answer = http.post("/v1/completions", content=body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"]
-
-
-def test_client_exceptions(client: openai.OpenAI) -> None:
+def test_client_exceptions(client: Any) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         client.completions.create(model="gpt-5", prompt="a")
     assert unknown.value.code == "model_not_found"
@@ -332,7 +212,7 @@ def test_client_exceptions(client: openai.OpenAI) -> None:
     assert too_long.value.code == "context_length_exceeded"
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_models(client: Any) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
 
@@ -342,7 +222,7 @@ def test_unknown_paths_and_methods(http: httpx.Client) -> None:
     assert http.get("/v1/completions").status_code == 405
 
 
-def test_many_at_once(client: openai.OpenAI) -> None:
+def test_many_at_once(client: Any) -> None:
     prompts = [f"<{i}>" for i in range(32)]
 
     def complete(prompt: str) -> str:
@@ -353,9 +233,7 @@ def test_many_at_once(client: openai.OpenAI) -> None:
         assert list(pool.map(complete, prompts)) == [(prompt * 40)[:40] for prompt in prompts]
 
 
-def test_lost_and_repeated_outputs(
-    client: openai.OpenAI, decode: FakeDecodeNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_repeated_outputs(client: Any, decode: FakeDecodeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_client, "RESEND_FOR_S", 0.3)
     decode.chunks = [list(b"ab")]
     decode.extra_outputs = [
@@ -370,7 +248,7 @@ def test_lost_and_repeated_outputs(
     wait_until(lambda: decode.cancelled.count(decode.generated[1].request_id) == 1)
 
 
-def test_metrics(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_metrics(client: Any, http: httpx.Client) -> None:
     def sample(name: str) -> float:
         lines = http.get("/metrics").text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(f"hisparse_pd_{name} "))

@@ -168,9 +168,7 @@ def test_a_stream_that_breaks_says_so(deepseek: World) -> None:
         list(ask(deepseek, stream=True))
 
 
-def test_tokens_are_counted_without_a_decode_node(
-    start_gateway: Callable[..., RunningGateway], deepseek: World
-) -> None:
+def test_tokens_are_counted_without_decode_nodes(start_gateway: Callable[..., RunningGateway], deepseek: World) -> None:
     deepseek.says("x")
     ask(deepseek, system="Be short.", tools=[TOOL])
     expected = len(deepseek.decode.generated[-1].prompt_ids)

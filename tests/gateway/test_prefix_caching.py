@@ -6,7 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gateway.world import MODEL, FakeDecodeNode
+from tests.gateway.nodes import FakeDecodeNode
+from tests.gateway.world import MODEL
 
 CHAT = [{"role": "user", "content": "How is it in Rome?"}]
 
@@ -56,9 +57,7 @@ def test_a_prompt_of_many_answers_counts_once_as_computed(http: httpx.Client, de
     [{"prefix_cache_per_key": per_key, "api_keys": ("one", "two")} for per_key in (False, True)],
     indirect=True,
 )
-def test_salts_keep_requests_and_clients_apart(
-    http: httpx.Client, decode: FakeDecodeNode, request: pytest.FixtureRequest
-) -> None:
+def test_salts_keep_clients_apart(http: httpx.Client, decode: FakeDecodeNode, request: pytest.FixtureRequest) -> None:
     per_key = request.node.callspec.params["gateway"]["prefix_cache_per_key"]
 
     def salt(headers: dict[str, str], **fields: object) -> str:

@@ -10,8 +10,9 @@ from base.errors import StartupError
 from gateway.config import GatewayConfig
 from gateway.process import Gateway
 from gateway.requests.generation import MAX_PRIORITY
+from tests.gateway.nodes import FakeDecodeNode
 from tests.gateway.test_access import key_file, refused
-from tests.gateway.world import FakeDecodeNode, RunningGateway
+from tests.gateway.world import RunningGateway
 
 BODY = {"prompt": "abc", "max_tokens": 2}
 Start = Callable[..., RunningGateway]

@@ -4,11 +4,11 @@ import json
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from control.prompt_logprobs import MAX_PROMPT_LOGPROBS
-from tests.gateway.world import BOS, MODEL, FakeDecodeNode
+from tests.gateway.nodes import FakeDecodeNode
+from tests.gateway.world import BOS, MODEL
 
 
 def complete(http: httpx.Client, **fields: Any) -> Any:
@@ -49,7 +49,7 @@ def test_of_a_chat_they_are_those_of_the_conversation(http: httpx.Client, decode
 
 
 @pytest.mark.parametrize("fields", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}])
-def test_choices_of_one_prompt_share_those_that_are_computed_for_the_first(
+def test_choices_of_one_prompt_share_those_of_the_first(
     http: httpx.Client, decode: FakeDecodeNode, fields: dict[str, Any]
 ) -> None:
     choices = complete(http, prompt=["abc", "xy"], n=3, **fields)
@@ -64,9 +64,7 @@ def test_choices_of_one_prompt_share_those_that_are_computed_for_the_first(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_echo_has_the_log_probabilities_of_the_prompt_in_front(
-    client: openai.OpenAI, decode: FakeDecodeNode, stream: bool
-) -> None:
+def test_an_echo_has_those_of_the_prompt_in_front(client: Any, decode: FakeDecodeNode, stream: bool) -> None:
     decode.chunks = [list("é!".encode()), [100]]
     answer = client.completions.create(model=MODEL, prompt="aéb", echo=True, logprobs=1, n=2, stream=stream)
     choices = [chunk.choices[0] for chunk in answer if chunk.choices] if stream else answer.choices
@@ -81,9 +79,7 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt_in_front(
         assert (first, second) == (None, {"\x01": -1.5, "�": -1.0})
 
 
-def test_in_a_stream_choices_begin_when_the_first_has_those_of_their_prompt(
-    http: httpx.Client, decode: FakeDecodeNode
-) -> None:
+def test_a_stream_of_a_choice_begins_with_those_of_its_prompt(http: httpx.Client, decode: FakeDecodeNode) -> None:
     body = {"prompt": ["abc", "xy"], "max_tokens": 3, "echo": True, "logprobs": 0, "n": 3, "stream": True}
 
     def said() -> list[tuple[str, list[float | None]]]:
@@ -127,9 +123,7 @@ def test_an_echo_of_no_tokens_is_the_prompt(http: httpx.Client, decode: FakeDeco
 
 
 @pytest.mark.parametrize("lost", [1, 3])
-def test_those_that_were_lost_on_the_way_are_asked_for_again(
-    http: httpx.Client, decode: FakeDecodeNode, lost: int
-) -> None:
+def test_those_that_were_lost_are_asked_for_again(http: httpx.Client, decode: FakeDecodeNode, lost: int) -> None:
     decode.lost_prompt = lost
     [choice] = complete(http, prompt="abcdef", max_tokens=3, prompt_logprobs=0)
     assert choice["text"] == "abc"

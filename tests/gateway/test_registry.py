@@ -4,7 +4,7 @@ import pytest
 
 from control.messages import CheckpointIdentity, Heartbeat, Peer, Refused, Register, Registered
 from gateway.registry import Capacity, NodeRegistry
-from tests.gateway.world import IDENTITY
+from tests.identity import IDENTITY
 
 VIA = "gateway:1"
 
@@ -39,11 +39,11 @@ def registry() -> NodeRegistry:
 
 
 def test_another_dtype_is_refused_with_both_values(registry: NodeRegistry) -> None:
-    other = IDENTITY.model_copy(update={"dtype": "torch.bfloat16"})
+    other = IDENTITY.model_copy(update={"dtype": "bfloat16"})
     answer = registry.register(peer(4, "prefill"), offer("prefill", identity=other), 0.0)
     assert isinstance(answer, Refused)
     assert answer.reason == (
-        "prefill node 10.0.0.4:8001 refused: dtype torch.bfloat16 != torch.float32 of prefill node 10.0.0.1:8001"
+        "prefill node 10.0.0.4:8001 refused: dtype bfloat16 != float32 of prefill node 10.0.0.1:8001"
     )
     assert registry.count("prefill", 0.0) == 1
 

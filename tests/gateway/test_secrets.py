@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from cli.serve import free_port
-from tests.gateway.world import wait_until
+from tests.gateway.nodes import wait_until
 
 SECRET = "sk-secret-0123456789abcdef"
 ROOT = Path(__file__).parents[2]
@@ -84,9 +84,7 @@ def everything_that_it_says(process: Process) -> str:
     return "\n".join(said)
 
 
-def test_a_key_on_the_command_line_is_hidden_once_the_process_runs(
-    start: Callable[..., Process], checkpoint: Path
-) -> None:
+def test_a_key_on_the_command_line_is_hidden(start: Callable[..., Process], checkpoint: Path) -> None:
     gateway = start("gateway", "--model-path", str(checkpoint), "--control-port", "0", "--api-key", SECRET)
     [title] = gateway.titles
     assert title.startswith("hisparse-pd gateway --")

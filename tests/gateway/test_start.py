@@ -29,7 +29,7 @@ from tests.gateway.world import EOS, RunningGateway, write_checkpoint
         (r"--chat-template .*none\.jinja: .*No such file", "", {"chat_template": Path("none.jinja")}),
     ],
 )
-def test_flags_that_cannot_be_served_stop_the_start(
+def test_unusable_flags_stop_the_start(
     tmp_path: Path, complaint: str, template: str | None, flags: dict[str, Any]
 ) -> None:
     checkpoint = write_checkpoint(tmp_path, chat_template=template)

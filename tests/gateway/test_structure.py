@@ -7,7 +7,8 @@ import httpx
 import pytest
 
 from control.grammar import JSON_OBJECT, Grammar, JsonSchema, Lark, Node, Regex, TextChoice
-from tests.gateway.world import QUESTION, WEATHER, FakeDecodeNode, World
+from tests.gateway.nodes import FakeDecodeNode
+from tests.gateway.world import QUESTION, WEATHER, World
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FORMS: list[tuple[dict[str, Any], Node]] = [
@@ -28,7 +29,7 @@ FORMS: list[tuple[dict[str, Any], Node]] = [
 
 
 @pytest.mark.parametrize(("fields", "root"), FORMS)
-def test_the_decode_node_is_told_the_structure(
+def test_nodes_are_told_the_structure(
     http: httpx.Client, decode: FakeDecodeNode, fields: dict[str, Any], root: Node
 ) -> None:
     assert http.post("/v1/completions", json={"prompt": "a", **fields}).status_code == 200
@@ -59,25 +60,6 @@ def test_a_call_that_is_required_is_a_grammar(deepseek: World, choice: Any) -> N
     assert isinstance(grammar.root, Lark)
     assert "weather" in grammar.root.grammar
     assert ("clock" in grammar.root.grammar) == (choice == "required")
-
-
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"response_format": {"type": "json_schema"}}, "json_schema.schema"),
-    ({"response_format": {"type": "xml"}}, "'text'"),
-    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "expected one of them"),
-    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "expected one of them"),
-    ({"structured_outputs": {"choice": []}}, "at least 1"),
-    ({"guided_regex": "a" * 2**16}, "at most"),
-]
-
-
-@pytest.mark.parametrize(("fields", "message"), BAD)
-def test_bad_structures_get_a_clear_answer(
-    http: httpx.Client, decode: FakeDecodeNode, fields: dict[str, Any], message: str
-) -> None:
-    answer = http.post("/v1/completions", json={"prompt": "a", **fields})
-    assert answer.status_code == 400
-    assert message in answer.json()["error"]["message"]
 
 
 def test_a_grammar_that_no_node_can_compile_is_the_clients_mistake(http: httpx.Client, decode: FakeDecodeNode) -> None:

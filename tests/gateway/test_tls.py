@@ -13,7 +13,8 @@ from base.errors import StartupError
 from cli.serve import is_ready
 from gateway.config import GatewayConfig
 from gateway.process import Gateway
-from tests.gateway.world import MODEL, RunningGateway, World, wait_until
+from tests.gateway.nodes import wait_until
+from tests.gateway.world import MODEL, RunningGateway, World
 
 Start = Callable[..., RunningGateway]
 
@@ -85,9 +86,7 @@ def test_clients_that_do_not_trust_it_and_old_protocols_are_turned_away(start_ga
     )
 
 
-def test_the_ready_check_trusts_the_very_certificate_and_no_other(
-    start_world: Callable[..., World], files: Files
-) -> None:
+def test_the_ready_check_trusts_the_very_certificate_alone(start_world: Callable[..., World], files: Files) -> None:
     url = start_world(**files.options).gateway.url
     wait_until(lambda: is_ready(url, files.cert))
     files.renew()
@@ -108,9 +107,7 @@ def test_a_renewed_certificate_is_used_without_a_restart(start_gateway: Start, f
         assert connected.get(f"{gateway.url}/health").status_code == 200
 
 
-def test_a_half_replaced_certificate_leaves_the_old_one_in_force(
-    start_gateway: Start, files: Files, look_often: None
-) -> None:
+def test_half_a_new_certificate_leaves_the_old_in_force(start_gateway: Start, files: Files, look_often: None) -> None:
     gateway = start_gateway(**files.options)
     before, old_key = files.trust(), files.key.read_bytes()
     files.renew()

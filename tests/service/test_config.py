@@ -34,9 +34,7 @@ def config(**flags: str) -> NodeConfig:
         ({"host": "0.0.0.0", "advertise_host": "10.0.0.2", "transfer_host": "node-2.data"}, "10.0.0.2", "node-2.data"),
     ],
 )
-def test_kv_travels_to_the_transfer_host_or_else_to_where_everything_goes(
-    flags: dict[str, str], advertised: str, data: str
-) -> None:
+def test_kv_travels_to_the_transfer_host_if_there_is_one(flags: dict[str, str], advertised: str, data: str) -> None:
     node = config(**flags)
     check(node)
     assert (node.advertised_host, node.data_host) == (advertised, data)

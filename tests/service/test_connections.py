@@ -138,7 +138,7 @@ def test_a_body_in_a_great_many_tiny_chunks_is_not_parsed_to_its_end(serve: Call
     assert served.refused("malformed") == 1
 
 
-def test_what_goes_wrong_after_the_answer_ends_the_connection_quietly(
+def test_an_error_after_the_answer_ends_quietly(
     serve: Callable[..., Served], capfd: pytest.CaptureFixture[str]
 ) -> None:
     served = serve()

@@ -37,23 +37,16 @@ def parser_for(example: Example, *, whole_calls: bool = False):
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=_IDS)
 @pytest.mark.parametrize("whole_calls", [False, True])
-def test_an_answer_becomes_reasoning_content_and_calls(example: Example, whole_calls: bool) -> None:
-    events = parse(parser_for(example, whole_calls=whole_calls), [example.text])
+def test_an_answer_becomes_reasoning_content_and_calls_however_it_is_cut(example: Example, whole_calls: bool) -> None:
+    text = example.text
+    events = parse(parser_for(example, whole_calls=whole_calls), [text])
     assert reasoning_of(events) == (example.reasoning or "")
     assert content_of(events) == example.content
     assert [(call.name, call.arguments, call.ended) for call in calls_of(events)] == [
         (*call, True) for call in example.calls
     ]
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=_IDS)
-@pytest.mark.parametrize("whole_calls", [False, True])
-def test_it_does_not_matter_how_an_answer_is_cut(example: Example, whole_calls: bool) -> None:
-    text = example.text
-    expected = parse(parser_for(example, whole_calls=whole_calls), [text])
-    for at in range(len(text) + 1):
-        assert parse(parser_for(example, whole_calls=whole_calls), [text[:at], text[at:]]) == expected
-    assert parse(parser_for(example, whole_calls=whole_calls), list(text)) == expected
+    for pieces in (list(text), *([text[:at], text[at:]] for at in range(len(text) + 1))):
+        assert parse(parser_for(example, whole_calls=whole_calls), pieces) == events
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=_IDS)
