@@ -10,8 +10,8 @@ from prefill_node import prefixes
 from prefill_node.arrival import AllJobsVoid, AwaitedPrefixes, PrefixArrival, arrives_in_time
 from prefill_node.costs import ComputeCost
 from prefill_node.orders import LayersRead
+from tests.prefill_node.fetching import FIRST, PREFIX, SENT_TO, Fetching
 from tests.prefill_node.sending import LateChannel, LateCopy
-from tests.prefill_node.test_fetch import FIRST, PREFIX, SENT_TO, Fetching
 from tests.prefill_node.world import TOKEN_BYTES
 from transfer.planner import Descriptors
 from transfer.writer import Outcome
@@ -74,9 +74,7 @@ class Arriving(Fetching):
         self.turn_until(layers_came)
 
     def compute_another(self) -> None:
-        """A prompt of 40 tokens that shares nothing."""
-        other = self.ask([9] * 40, 0, ((800, 40),))
-        self.done(other)
+        self.done(other := self.ask_another())
         self.release(other)
 
     def check_sent_once(self, attempt: AttemptId) -> None:
@@ -154,8 +152,8 @@ def test_a_prompt_that_shares_a_void_pass_is_computed_there(node: Arriving, monk
     node.model.before_pass = lambda: node.hold.wait(10)
     held_up = node.ask([8] * 20, 0, ((900, 20),))
     node.turn_until(lambda: node.planner.progress(()).current_pass is not None)
-    node.planner.fetch_answered(node.grant(asked))
-    other = node.ask([9] * 40, 0, ((800, 40),))
+    node.answer(asked)
+    other = node.ask_another()
     node.until_layers_came(asked.attempt)
     node.hold.set()
     node.done(held_up)

@@ -111,15 +111,6 @@ def test_more_log_probabilities_than_a_message_should_have_are_refused() -> None
     assert "token id 100" in str(offer.rejection_reason(few.model_copy(update={"last_token_id": 100})))
 
 
-def test_without_checksums_no_chunk_is_told_of() -> None:
-    h = World.sending()
-    h.sent()
-    assert not h.control.repeated
-    h.sent()
-    done = h.only(PrefillDone)
-    assert (done.chunks, len(done.checksums)) == (0, 0)
-
-
 @pytest.mark.parametrize("end", ["admitted", "aborted", "failed"])
 def test_an_entry_that_ends_says_nothing_of_its_chunks_any_more(end: str) -> None:
     """The decode node need not have answered: all of it was in vain, or has arrived."""
@@ -132,21 +123,13 @@ def test_an_entry_that_ends_says_nothing_of_its_chunks_any_more(end: str) -> Non
             h.receive(Admitted(attempt=R))
         case "aborted":
             h.receive(Abort(attempt=R))
-            h.sent(error="aborted")
+            h.sent(checksums=True)
+            assert h.control.take(Quiesced) == [Quiesced(attempt=R)], "and nothing of what landed after the abort"
         case "failed":
             h.sent(error="the peer is gone")
     assert len(h.held) == 0
     assert not h.control.repeated
     h.receive(ChunkTaken(attempt=R, number=0))
-
-
-def test_a_chunk_that_lands_after_an_abort_is_not_told_of() -> None:
-    h = World.sending()
-    h.receive(Abort(attempt=R))
-    h.sent(checksums=True)
-    assert not h.control.repeated
-    h.sent(error="aborted")
-    assert h.control.take(Quiesced) == [Quiesced(attempt=R)]
 
 
 def test_only_its_own_decode_node_answers_for_a_chunk() -> None:

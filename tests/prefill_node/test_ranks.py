@@ -269,9 +269,3 @@ def test_a_rank_that_fails_in_a_step_ends_the_group() -> None:
     rank.report(StepEnded(2, "prefill failed: out of memory"))
     with pytest.raises(GroupFailed, match="rank 1 failed in step 1: prefill failed: out of memory"):
         rank.turn()
-
-
-def test_a_line_that_brings_something_else_fails() -> None:
-    rank = Rank()
-    rank.line._connection.send(b"something else")
-    assert "the line to rank 0 failed: " in rank.failures.get(timeout=10)
