@@ -18,6 +18,8 @@ def test_of_two_priorities_the_higher_gives_its_device_slots_up() -> None:
 
 
 def test_what_changes_logits_is_the_same_after_a_retraction() -> None:
+    """Nine device slots: two requests with one slot each are admitted, and each grows to five."""
+
     def answers(device_slots: int) -> dict[str, list[int]]:
         h = World(device_slots=device_slots)
         for seed, name in enumerate("abcd"):
@@ -30,35 +32,18 @@ def test_what_changes_logits_is_the_same_after_a_retraction() -> None:
     assert answers(HOT + 1 + 2) == answers(400)
 
 
-def test_when_device_slots_run_out_the_youngest_gives_way_and_resumes_exactly() -> None:
-    """Nine device slots: two requests with one slot each are admitted, and each grows to five."""
-    h = World(device_slots=HOT + 1 + 2)
-    for name in "abcd":
-        h.ask(name, prompt=(10,), tokens=30)
-    h.run()
-    assert all(ids == list(range(11, 41)) for ids in h.answers.values())
-
-
 def test_when_host_slots_run_out_the_youngest_is_prefilled_again_with_what_it_has_emitted() -> None:
     h = World(host_slots=130)
     for name in "abc":
         h.ask(name, prompt=tuple(range(1, 21)), tokens=100)
-    h.run()
-    assert all(ids == list(range(21, 121)) for ids in h.answers.values())
-    assert h.metrics.retractions.labels("host")._value.get() > 0
-
-
-def test_the_oldest_is_never_the_one_that_gives_way() -> None:
-    h = World(host_slots=130)
-    for name in "abc":
-        h.ask(name, prompt=tuple(range(1, 21)), tokens=100)
-    ended: list[str] = []
-    while h.scheduler.requests:
+    while "a" in h.scheduler.requests:
         h.turn()
-        ended += [name for name in h.ended if name not in ended]
         if "a" in h.scheduler.requests and h.answers.get("a"):
-            assert h.state("a") in (RequestState.RUNNING, RequestState.LANDED)
-    assert ended[0] == "a"
+            assert h.state("a") in (RequestState.RUNNING, RequestState.LANDED), "the oldest never gives way"
+    h.run()
+    assert next(iter(h.ended)) == "a"
+    assert h.answers == {name: list(range(21, 121)) for name in "abc"}
+    assert h.metrics.retractions.labels("host")._value.get() > 0
 
 
 def test_an_older_request_keeps_its_kv_when_host_slots_run_out_and_a_younger_one_is_being_prefilled() -> None:

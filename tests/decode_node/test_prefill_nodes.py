@@ -6,13 +6,8 @@ import pytest
 
 from control.messages import Generate, PrefillFailed
 from decode_node.request import Request, RequestState
-from tests.decode_node.remote_world import FIRST, SECOND, SLOTS, Clock, Lost, R, RemoteWorld
+from tests.decode_node.remote_world import FIRST, SECOND, SLOTS, Lost, R, RemoteWorld
 from tests.decode_node.world import GATEWAY
-
-
-@pytest.fixture
-def h(monkeypatch: pytest.MonkeyPatch) -> RemoteWorld:
-    return RemoteWorld(Clock(monkeypatch))
 
 
 def test_a_failed_attempt_goes_to_a_node_that_was_not_tried(h: RemoteWorld) -> None:

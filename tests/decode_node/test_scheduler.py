@@ -12,22 +12,6 @@ from engine.sampling import NoToken
 from tests.decode_node.world import GATEWAY, PREFILL, VOCAB, World, counted
 
 
-def test_a_request_runs_to_its_length() -> None:
-    h = World()
-    h.ask("a", prompt=(1, 2, 3), tokens=6)
-    h.run()
-    assert h.answers == {"a": [4, 5, 6, 7, 8, 9]}
-    assert h.ended == {"a": "length"}
-
-
-def test_a_stop_token_ends_a_request() -> None:
-    h = World()
-    h.ask("a", prompt=(1,), tokens=100, stop_token_ids=(5,))
-    h.run()
-    assert h.answers == {"a": [2, 3, 4, 5]}
-    assert h.ended == {"a": "stop"}
-
-
 def test_an_answer_of_one_token_takes_one_step() -> None:
     h = World()
     h.ask("a", tokens=1)
@@ -65,6 +49,7 @@ def test_a_request_that_ended_is_in_one_more_step_for_nothing() -> None:
     h.ask("b", prompt=(1,), tokens=10)
     h.run()
     assert h.answers == {"a": [2, 3, 4, 5], "b": counted((1,), 10)}
+    assert h.ended == {"a": "stop", "b": "length"}
     assert h.model.batches == [2] * 5 + [1] * 5
 
 
@@ -97,15 +82,6 @@ def test_a_word_of_several_tokens_is_not_completed() -> None:
     assert (4, 5) not in list(pairwise(h.answers["a"]))
     assert 40 not in h.answers["a"]
     assert h.answers["b"][0] == 5, "words are looked for in the answer"
-
-
-def test_requests_decode_together() -> None:
-    h = World()
-    for name in "abc":
-        h.ask(name, tokens=20)
-    h.run()
-    assert max(h.model.batches) == 3
-    assert all(ids == list(range(4, 24)) for ids in h.answers.values())
 
 
 def test_beyond_the_bounded_queue_requests_are_rejected_and_it_reopens() -> None:
