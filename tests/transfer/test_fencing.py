@@ -1,5 +1,6 @@
 """A slot is never reused while a remote write to it may be in flight."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control.messages import AttemptId, Peer
-from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S, ReservationTable
+from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S, Fence, ReservationTable
 from transfer.incoming import IncomingCut
 
 WRITER = Peer(role="prefill", address="10.0.0.1:1", boot_id="first")
@@ -22,12 +23,15 @@ class Released(list[str]):
         self.retained: list[str] = []
 
 
-def table_with(attempt: AttemptId = R) -> tuple[ReservationTable[AttemptId, Peer, str], Released]:
+def table_with(
+    make_fence: Callable[[], Fence] = lambda: IncomingCut(()), ranks: tuple[Peer, ...] = ()
+) -> tuple[ReservationTable[AttemptId, Peer, str], Released]:
+    """Attempt R may write to eight slots."""
     released = Released()
     table: ReservationTable[AttemptId, Peer, str] = ReservationTable(
-        released.append, released.retained.append, lambda: IncomingCut(())
+        released.append, released.retained.append, make_fence
     )
-    table.open(attempt, WRITER, "slots", num_slots=8)
+    table.open(R, WRITER, "slots", num_slots=8, ranks=ranks)
     return table, released
 
 
@@ -102,11 +106,8 @@ class Fences(list[HeldFence]):
 
 
 def fenced_table() -> tuple[ReservationTable[AttemptId, Peer, str], Released, Fences]:
-    released, fences = Released(), Fences()
-    table: ReservationTable[AttemptId, Peer, str] = ReservationTable(
-        released.append, released.retained.append, fences.make
-    )
-    table.open(R, WRITER, "slots", num_slots=8)
+    fences = Fences()
+    table, released = table_with(fences.make)
     table.quarantine(R, now=1.0)
     return table, released, fences
 
@@ -164,11 +165,8 @@ def test_slots_that_prove_quiet_while_a_fence_stands_are_not_freed_twice_nor_wha
 
 def test_slots_that_landed_while_something_lingers_are_the_requests_and_the_tables_until_a_fence_has_passed() -> None:
     """The first copy of what was cut and posted again arrived when the slots had been given away."""
-    released, fences = Released(), Fences()
-    table: ReservationTable[AttemptId, Peer, str] = ReservationTable(
-        released.append, released.retained.append, fences.make
-    )
-    table.open(R, WRITER, "slots", num_slots=8)
+    fences = Fences()
+    table, released = table_with(fences.make)
     assert table.landed(R, now=100.0, lingering=True) == "slots"
     assert released.retained == ["slots"]
     assert not table.quarantined, "a request uses them"

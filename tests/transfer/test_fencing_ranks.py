@@ -7,21 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control.messages import AttemptId, Peer
-from tests.transfer.test_fencing import WRITER, R, Released
+from tests.transfer.test_fencing import WRITER, R, Released, table_with
 from transfer.fencing import DRAIN_GRACE_S, ReservationTable
-from transfer.incoming import IncomingCut
 
 RANKS = tuple(Peer(role="prefill", address=f"10.0.0.1:{number}", boot_id=f"rank-{number}") for number in (3, 5))
 BOOTS = [WRITER.boot_id, *(rank.boot_id for rank in RANKS)]
 
 
 def open_table() -> tuple[ReservationTable[AttemptId, Peer, str], Released]:
-    released = Released()
-    table: ReservationTable[AttemptId, Peer, str] = ReservationTable(
-        released.append, released.retained.append, lambda: IncomingCut(())
-    )
-    table.open(R, WRITER, "slots", num_slots=8, ranks=RANKS)
-    return table, released
+    return table_with(ranks=RANKS)
 
 
 def quarantined_table() -> tuple[ReservationTable[AttemptId, Peer, str], Released]:
