@@ -53,31 +53,6 @@ def as_full_as_at_start(pool: HostKVPool) -> bool:
     return pool.free == pool.num_slots and pool.cached == pool.prefixes.cached_slots == 0
 
 
-def test_what_a_request_leaves_behind_is_found_and_counts_as_free() -> None:
-    pool, cache = new_pool(1000)
-    first = landed(pool, prompt(1, 2, rest=10))
-    assert (pool.free, cache.cached_slots, cache.evictable_slots) == (1000 - 138, 128, 0)
-    pool.release(first)
-    assert (pool.free, pool.cached) == (1000, 128)
-    found = cache.hold(prompt(1, 2, 3))
-    assert found.slots().tolist() == first.slots()[:128].tolist()
-    assert pool.free == 1000 - 128
-    pool.release(found)
-    assert as_full_as_at_start(pool)
-
-
-@pytest.mark.parametrize(("shared", "found"), [(0, 0), (1, 0), (63, 0), (64, 64), (65, 64), (127, 64), (128, 128)])
-def test_whole_blocks_are_shared(shared: int, found: int) -> None:
-    pool, cache = new_pool(1000)
-    tokens = np.arange(128, dtype=np.int32)
-    pool.release(landed(pool, tokens))
-    other = np.concatenate([tokens[:shared], np.full(130 - shared, VOCAB - 1, dtype=np.int32)])
-    held = cache.hold(other)
-    assert len(held) == found
-    pool.release(held)
-    assert as_full_as_at_start(pool)
-
-
 def test_two_that_compute_the_same_keep_it_once() -> None:
     """Neither found anything cached, as both began before either had landed."""
     pool, cache = new_pool(1000)
