@@ -210,16 +210,6 @@ def test_an_attempt_that_is_aborted_is_quiet_when_its_reads_have_ended(node: Fet
     node.cache.check_idle()
 
 
-def test_an_attempt_that_is_aborted_before_the_grant_is_quiet_at_once(node: Fetching) -> None:
-    attempt, asked = node.ask_fetching()
-    node.stop(attempt)
-    node.until(Quiesced, attempt)
-    node.answer(asked)
-    node.tell()
-    assert node.reads.posted == []
-    node.cache.check_idle()
-
-
 def test_a_read_of_unknown_end_keeps_its_pages_and_its_attempt_for_good(node: Fetching) -> None:
     node.reads.broken = "wait"
     attempt = node.ask_and_grant()
