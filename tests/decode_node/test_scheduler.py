@@ -20,14 +20,6 @@ def test_an_answer_of_one_token_takes_one_step() -> None:
     assert h.model.batches == [1]
 
 
-def test_a_prompt_of_one_token_needs_no_prefill_node() -> None:
-    h = World()
-    h.remote.nodes.learn(GATEWAY.address, (), {})
-    h.ask("a", prompt=(7,), tokens=20)
-    h.run()
-    assert h.answers == {"a": counted((7,), 20)}
-
-
 def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read() -> None:
     h = World()
     h.ask("a", tokens=4)

@@ -89,17 +89,6 @@ def test_requests_of_a_batch_are_changed_as_if_alone(seed: int) -> None:
                 generated.append(token)
 
 
-def test_a_request_that_comes_back_has_the_counts_that_it_had() -> None:
-    sampling = Sampling(frequency_penalty=0.5, repetition_penalty=1.2)
-    logits = torch.randn(1, VOCAB)
-    stayed, back = (LogitAdjustments(2, VOCAB, CPU) for _ in range(2))
-    stayed.admit(0, sampling, [1, 2], [])
-    for token in (5, 5, 2):
-        stayed.count(torch.tensor([0]), torch.tensor([token]))
-    back.admit(1, sampling, [1, 2], [5, 5, 2])
-    assert torch.equal(stayed.apply(logits, torch.tensor([0]), []), back.apply(logits, torch.tensor([1]), []))
-
-
 @given(
     words=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=12),
     generated=st.lists(st.integers(0, 2), max_size=8),

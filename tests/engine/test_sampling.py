@@ -74,13 +74,6 @@ def test_a_token_depends_on_nothing_but_its_own_request(params: list[Sampling], 
     assert tokens(together) == tokens(alone)
 
 
-def test_seeds_and_steps_select_different_random_numbers() -> None:
-    logits = torch.zeros(1, VOCAB)
-    streams = {seed: tuple(drawn_tokens(logits, Sampling(seed=seed), 20)) for seed in range(20)}
-    assert len(set(streams.values())) == 20
-    assert all(len(set(stream)) > 5 for stream in streams.values())
-
-
 @settings(max_examples=30)
 @given(top_k=st.integers(1, VOCAB + 5), top_p=st.floats(0.01, 1.0), data_seed=st.integers(0, 99))
 def test_only_tokens_within_top_k_and_top_p_are_drawn(top_k: int, top_p: float, data_seed: int) -> None:

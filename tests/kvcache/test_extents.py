@@ -82,13 +82,6 @@ def test_a_free_slot_cannot_be_released_or_retained(operation: str) -> None:
         getattr(allocator, operation)([Extent(6, 3)])
 
 
-def test_scattered_free_slots_are_taken_largest_first() -> None:
-    allocator = SlotAllocator(20)
-    allocator.allocate(20)
-    allocator.release([Extent(0, 3), Extent(5, 6), Extent(14, 4)])
-    assert allocator.allocate(9) == (Extent(5, 6), Extent(0, 3))
-
-
 def test_millions_of_slots_cost_no_loop_over_slots() -> None:
     allocator = SlotAllocator(4_000_000)
     extents = allocator.allocate(3_999_999)

@@ -10,12 +10,7 @@ from control.messages import (
     Abort,
     Admitted,
     AttemptId,
-    FetchDone,
-    FetchGrant,
-    FetchRefused,
-    FetchRequest,
     Holding,
-    Message,
     NotHeld,
     Peer,
     PrefillAccepted,
@@ -31,7 +26,7 @@ from prefill_node.planner import MAX_DECODE_NODES
 from tests.identity import IDENTITY
 from tests.prefill_node.fakes import FakeControl
 from tests.prefill_node.world import DECODE, R, World, destination, request
-from transfer.memory import BufferInfo, Checksums, Session
+from transfer.memory import BufferInfo, Session
 
 
 def test_done_is_said_after_the_last_write_and_repeated_until_admitted() -> None:
@@ -314,36 +309,6 @@ def test_what_landed_is_not_computed_again() -> None:
     attempt.move(HeldState.STOPPING)
     with pytest.raises(RuntimeError, match="is stopping and cannot become sent"):
         attempt.move(HeldState.SENT)
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        FetchGrant(attempt=R, start=0, stop=64, extents=((0, 64),), checksums=Checksums()),
-        FetchRefused(attempt=R, reason="it is not here"),
-        Abort(attempt=R),
-        FetchDone(attempt=R),
-    ],
-)
-def test_a_node_asks_for_a_prefix_until_it_is_answered_or_does_not_want_it(answer: Message) -> None:
-    h = World()
-    answers: list[Message] = []
-    h.planner.fetch_answered = answers.append  # type: ignore[assignment,method-assign]
-    h.receive(request())
-    asked = FetchRequest(attempt=R, start=0, stop=64)
-    h.planner._updates.append(asked)
-    h.tell()
-    assert h.control.repeated["fetch", R] == (DECODE, asked)
-    if isinstance(answer, FetchDone):
-        h.planner._updates.append(answer)
-        h.tell()
-        assert h.control.take(FetchDone) == [answer]
-    else:
-        h.receive(answer, sender=DECODE.model_copy(update={"boot_id": "another"}))
-        assert ("fetch", R) in h.control.repeated
-        h.receive(answer)
-    assert ("fetch", R) not in h.control.repeated
-    assert answers == ([answer] if isinstance(answer, FetchGrant | FetchRefused) else [])
 
 
 def test_a_node_refuses_slots_that_are_not_reserved_for_all_of_its_ranks() -> None:

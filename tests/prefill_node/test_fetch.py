@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from control.messages import FetchDone, FetchRefused, FetchRequest, PrefillFailed, Quiesced
+from control.messages import Abort, FetchDone, FetchGrant, FetchRefused, FetchRequest, Message, PrefillFailed, Quiesced
 from prefill_node.prefixes import LEAST_TOKENS
 from tests.prefill_node.fetching import FIRST, PREFIX, SENT_TO, Fetching, GroupFetching, Held
 from tests.prefill_node.sending import LateChannel
-from tests.prefill_node.world import TOKEN_BYTES, LiveWorld, live, new_cache
+from tests.prefill_node.world import DECODE, TOKEN_BYTES, LiveWorld, R, World, live, new_cache, request
 from transfer.memory import Checksums
 from transfer.transports import NoRoute
 from transfer.writer import Outcome
@@ -279,3 +279,33 @@ def test_a_fetch_that_was_given_up_tells_how_long_what_had_come_took(
     node.finish(attempt, computed=200)
     assert len(learned) == 1
     assert 0 < learned[0] < PREFIX * TOKEN_BYTES
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        FetchGrant(attempt=R, start=0, stop=64, extents=((0, 64),), checksums=Checksums()),
+        FetchRefused(attempt=R, reason="it is not here"),
+        Abort(attempt=R),
+        FetchDone(attempt=R),
+    ],
+)
+def test_a_node_asks_for_a_prefix_until_it_is_answered_or_does_not_want_it(answer: Message) -> None:
+    h = World()
+    answers: list[Message] = []
+    h.planner.fetch_answered = answers.append  # type: ignore[assignment,method-assign]
+    h.receive(request())
+    asked = FetchRequest(attempt=R, start=0, stop=64)
+    h.planner._updates.append(asked)
+    h.tell()
+    assert h.control.repeated["fetch", R] == (DECODE, asked)
+    if isinstance(answer, FetchDone):
+        h.planner._updates.append(answer)
+        h.tell()
+        assert h.control.take(FetchDone) == [answer]
+    else:
+        h.receive(answer, sender=DECODE.model_copy(update={"boot_id": "another"}))
+        assert ("fetch", R) in h.control.repeated
+        h.receive(answer)
+    assert ("fetch", R) not in h.control.repeated
+    assert answers == ([answer] if isinstance(answer, FetchGrant | FetchRefused) else [])
