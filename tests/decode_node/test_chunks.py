@@ -44,7 +44,7 @@ def test_a_chunk_is_verified_before_the_last_has_landed(h: RemoteWorld) -> None:
 
 @pytest.mark.parametrize("order", [*itertools.permutations(("first", "second", "done"))])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_prompt_lands_when_all_of_it_is_said_and_verified_in_whatever_order(
+def test_a_prompt_lands_when_all_is_said_and_verified_in_any_order(
     h: RemoteWorld, order: tuple[str, ...], at_once: bool
 ) -> None:
     """Verified as it comes, or all of it behind the last message; and everything is said twice."""
@@ -120,7 +120,7 @@ def test_a_chunk_by_a_node_that_was_not_asked_is_not_taken(h: RemoteWorld) -> No
     assert h.taken() == []
 
 
-def test_when_the_verifier_is_busy_a_chunk_is_not_answered_and_offered_again(h: RemoteWorld) -> None:
+def test_a_chunk_is_not_answered_while_the_verifier_is_busy(h: RemoteWorld) -> None:
     h.verifier.room = 1
     h.dispatch()
     h.chunk(0)
@@ -136,7 +136,7 @@ def test_when_the_verifier_is_busy_a_chunk_is_not_answered_and_offered_again(h: 
 
 
 @pytest.mark.parametrize("is_repeated", [True, False])
-def test_a_prompt_whose_chunk_was_lost_waits_for_its_repeat_and_not_for_ever(h: RemoteWorld, is_repeated: bool) -> None:
+def test_a_lost_chunk_is_waited_for_and_not_for_ever(h: RemoteWorld, is_repeated: bool) -> None:
     """Not even if the node says that everything landed, and repeats that it holds the request."""
     h.dispatch()
     h.accepted()
@@ -198,7 +198,7 @@ def test_a_prompt_whose_chunk_was_lost_with_its_node_is_lost(h: RemoteWorld, end
     assert h.freed == ([] if end in ("silent", "restarted") else [SLOTS])
 
 
-def test_what_has_landed_is_not_lost_to_a_node_that_fails_before_its_checksums_are_verified(h: RemoteWorld) -> None:
+def test_what_has_landed_survives_a_failure_of_its_node(h: RemoteWorld) -> None:
     """It gave up on a decode node that was silent for a while, say. Nothing depends on it any more."""
     h.dispatch()
     h.done(checksums=CHECKSUMS)
@@ -238,7 +238,6 @@ def test_the_result_for_a_request_that_was_given_up_meanwhile_is_dropped(h: Remo
 
 
 def test_a_node_that_dies_after_its_last_write_costs_nothing(h: RemoteWorld) -> None:
-    """Everything landed before it said so; only the checksums are left to be looked at."""
     h.dispatch()
     h.done(checksums=CHECKSUMS)
     h.clock.now += SILENCE_S + 1

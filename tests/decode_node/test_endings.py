@@ -49,7 +49,7 @@ def test_a_late_write_after_an_abort_hits_nobody() -> None:
     assert h.coordinator.is_idle()
 
 
-def test_a_copy_that_was_cut_and_arrives_after_its_request_has_ended_hits_nobody() -> None:
+def test_a_cut_copy_that_arrives_after_its_request_hits_nobody() -> None:
     """A batch was cut and posted again. Its first copy came when the slots had been given to the next request."""
     h = World()
     h.lingering = True
@@ -174,9 +174,7 @@ def test_a_prompt_that_cannot_be_copied_to_the_host_ends_its_request_alone() -> 
     assert h.ended == {"staged": "error", "other": "length"}
 
 
-def test_a_device_that_is_lost_ends_the_node_and_not_one_request_after_the_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_lost_device_ends_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     h = World()
     h.ask("a", tokens=50)
     h.ask("waits", tokens=50)
@@ -196,7 +194,7 @@ def test_a_device_that_is_lost_ends_the_node_and_not_one_request_after_the_other
 
 
 @pytest.mark.parametrize("turns", range(12))
-def test_whatever_a_step_in_flight_meets_nothing_is_lost_repeated_or_left_behind(turns: int) -> None:
+def test_whatever_a_step_in_flight_meets_no_token_is_lost_or_repeated(turns: int) -> None:
     """A cancellation, a retraction and a step that fails, at every turn of the requests' lives."""
     h = World(device_slots=HOT + 1 + 4, host_slots=200)
     for name in "abc":

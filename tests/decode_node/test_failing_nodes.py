@@ -64,13 +64,12 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Node:
     return Node(Clock(monkeypatch))
 
 
-def test_a_node_that_failed_three_different_requests_in_a_row_is_passed_over(node: Node) -> None:
+def test_a_node_that_failed_three_requests_in_a_row_is_passed_over(node: Node) -> None:
     node.fail_so_often(FAILURES)
     assert [node.ask()[1] for _ in range(3)] == [OTHER] * 3
 
 
 def test_one_request_that_fails_again_and_again_says_little_of_the_node(node: Node) -> None:
-    """Its prompt may be what nobody can compute."""
     request, asked = node.ask()
     for _ in range(2 * FAILURES):
         node.fail(request, asked)
@@ -94,7 +93,7 @@ def test_a_success_in_between_begins_the_count_anew(node: Node) -> None:
     assert node.ask()[1] == BROKEN
 
 
-def test_after_ten_seconds_it_gets_one_request_and_after_a_success_all_of_them(node: Node) -> None:
+def test_after_ten_seconds_it_gets_one_request_as_a_trial(node: Node) -> None:
     trial = node.trial()
     assert [node.ask()[1] for _ in range(3)] == [OTHER] * 3, "the others wait for how the trial ends"
     node.land(trial, BROKEN)

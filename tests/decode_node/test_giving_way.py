@@ -32,7 +32,7 @@ def test_what_changes_logits_is_the_same_after_a_retraction() -> None:
     assert answers(HOT + 1 + 2) == answers(400)
 
 
-def test_when_host_slots_run_out_the_youngest_is_prefilled_again_with_what_it_has_emitted() -> None:
+def test_when_host_slots_run_out_the_youngest_is_prefilled_again() -> None:
     h = World(host_slots=130)
     for name in "abc":
         h.ask(name, prompt=tuple(range(1, 21)), tokens=100)
@@ -46,7 +46,7 @@ def test_when_host_slots_run_out_the_youngest_is_prefilled_again_with_what_it_ha
     assert h.metrics.retractions.labels("host")._value.get() > 0
 
 
-def test_an_older_request_keeps_its_kv_when_host_slots_run_out_and_a_younger_one_is_being_prefilled() -> None:
+def test_a_younger_prefill_gives_way_to_an_older_request() -> None:
     """1,000 slots: A runs with 564, B's prompt of 370 is on its way, and A's growth finds nothing left."""
     h = World(slow={"b"}, quiet=False)
     prompt_a, prompt_b = (1,) * 565, (2,) * 371
@@ -87,9 +87,7 @@ def test_requests_that_grow_at_the_same_time_lose_no_more_than_they_need() -> No
 
 
 @pytest.mark.parametrize("patient", [True, False])
-def test_of_those_that_are_being_prefilled_only_as_many_give_way_as_are_needed(
-    monkeypatch: pytest.MonkeyPatch, patient: bool
-) -> None:
+def test_no_more_prefills_give_way_than_needed(monkeypatch: pytest.MonkeyPatch, patient: bool) -> None:
     """Their slots are in quarantine, and usually free at once. If they are not for long, the next gives way."""
     if not patient:
         monkeypatch.setattr("decode_node.slots._FRESH_S", 0.0)

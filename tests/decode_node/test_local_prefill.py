@@ -94,7 +94,6 @@ def test_a_prompt_but_for_its_last_token_is_computed_and_copied(h: Harness) -> N
 
 
 def test_slots_that_are_shared_are_not_copied_over(h: Harness) -> None:
-    """All is computed, but the first six positions were cached, and others may be reading them."""
     request = h.start(on_host=6)
     assert request.host_slots is not None
     items = h.coordinator.host.kv[1]

@@ -242,8 +242,7 @@ def test_a_gateway_gets_missed_tokens_again_until_it_has_heard_of_the_end(runnin
     until(lambda: ("ended", "r", GATEWAY.boot_id) not in running.control.repeated)
 
 
-def test_slots_that_leaked_are_noticed_also_if_others_were_in_quarantine_when_the_last_request_left() -> None:
-    """Then there is nothing to compare with until these are free, too."""
+def test_leaked_slots_are_noticed_also_after_a_quarantine() -> None:
     harness = World()
     shell = Shell(harness.control, harness.metrics)
     node = node_of(harness, shell)
@@ -272,9 +271,7 @@ def test_what_a_node_owes_and_what_it_cannot_use_are_exported(running: Running) 
     until(lambda: value("quarantine_seconds") == 0)
 
 
-def test_what_decoded_when_swap_in_was_violated_ends_with_an_error_and_what_comes_later_is_served(
-    running: Running,
-) -> None:
+def test_what_decoded_during_a_swap_in_violation_ends_with_an_error(running: Running) -> None:
     model = running.harness.model
     model.step_s, model.violates_at = 0.01, 20
     with structlog.testing.capture_logs() as logs:
@@ -296,8 +293,7 @@ def test_what_decoded_when_swap_in_was_violated_ends_with_an_error_and_what_come
     until(running.harness.coordinator.is_idle)
 
 
-def test_a_violation_ends_also_what_has_given_way_since_and_nothing_that_has_not_decoded() -> None:
-    """There are device slots for some of the requests, and for fewer as they grow."""
+def test_a_violation_ends_what_has_decoded_and_given_way_since() -> None:
     h = World(device_slots=HOT + 1 + 2)
     node = node_of(h, Shell(h.control, h.metrics))
     for name in "abcd":

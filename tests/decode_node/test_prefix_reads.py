@@ -91,7 +91,7 @@ def h(monkeypatch: pytest.MonkeyPatch) -> Lending:
     return Lending(Clock(monkeypatch))
 
 
-def test_slots_are_lent_before_they_are_hashed_and_named_with_their_digests(h: Lending) -> None:
+def test_slots_are_lent_before_they_are_hashed_and_named(h: Lending) -> None:
     for _ in range(2):
         h.ask()
         assert (h.lent, h.grants()) == ([PREFIX], []), "a node that asks again gets one loan"
@@ -179,7 +179,7 @@ def test_what_cannot_be_hashed_is_refused(h: Lending) -> None:
     assert h.returned == [PREFIX, PREFIX]
 
 
-def test_the_slots_of_a_dead_reader_are_free_at_once_when_it_is_proved_dead(h: Lending) -> None:
+def test_slots_of_a_reader_are_free_once_it_is_proved_dead(h: Lending) -> None:
     h.lend()
     h.control.heard[FIRST.boot_id] = h.clock.now
     h.tick(h.clock.now)
@@ -237,9 +237,7 @@ def prove_dead(h: Lending, reader: Peer) -> None:
 
 
 @pytest.mark.parametrize("order", [(FIRST, RANK), (RANK, FIRST)])
-def test_a_loan_to_a_node_of_several_ranks_ends_with_the_proved_death_of_all(
-    h: Lending, order: tuple[Peer, Peer]
-) -> None:
+def test_a_loan_to_several_ranks_ends_with_the_proved_death_of_all(h: Lending, order: tuple[Peer, Peer]) -> None:
     """The node has divided the reads among them, and one may have been left behind."""
     quarantine = lend_to_a_group(h)
     h.clock.now += 2
@@ -253,7 +251,7 @@ def test_a_loan_to_a_node_of_several_ranks_ends_with_the_proved_death_of_all(
     assert h.returned == [PREFIX]
 
 
-def test_a_loan_to_a_node_of_several_ranks_ends_at_the_word_of_the_node_and_not_of_a_rank(h: Lending) -> None:
+def test_a_loan_to_several_ranks_ends_when_the_node_says_so(h: Lending) -> None:
     lend_to_a_group(h)
     h.remote.take(RANK, Quiesced(attempt=R._replace(epoch=2)))
     assert h.returned == []

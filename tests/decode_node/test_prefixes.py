@@ -47,7 +47,6 @@ def test_a_prompt_that_is_cached_whole_needs_no_prefill_node(length: int) -> Non
 
 
 def test_a_conversation_finds_its_answers_too() -> None:
-    """Each turn sends all before it: prompt, answer and what the user says next."""
     h = Caching()
     text = prompt(100)
     for turn in range(4):
@@ -70,7 +69,6 @@ def test_salts_share_nothing() -> None:
 
 
 def test_the_gateway_is_told_how_much_was_cached() -> None:
-    """With the first token, and again at the end, which is repeated until it has arrived."""
     h = Caching()
     for name in ("cold", "warm"):
         h.ask(name, prompt=prompt(150), tokens=3)
@@ -88,7 +86,6 @@ def test_the_gateway_is_told_how_much_was_cached() -> None:
 
 
 def test_blocks_are_given_up_before_anybody_waits_or_gives_way() -> None:
-    """A pool that the blocks of earlier requests fill: it serves as if it were empty."""
     h = Caching(host_slots=640)
     for number in range(6):
         h.ask(f"before-{number}", prompt=prompt(150, seed=number), tokens=40)
@@ -102,9 +99,7 @@ def test_blocks_are_given_up_before_anybody_waits_or_gives_way() -> None:
     assert h.metrics.retractions.labels("host")._value.get() == 0
 
 
-def test_one_that_waits_for_slots_is_not_looked_up_again_before_something_has_changed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_waiting_request_is_looked_up_again_only_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     h = Caching(host_slots=400)
     h.ask("running", prompt=prompt(200), tokens=100)
     for _ in range(3):
@@ -151,7 +146,7 @@ def test_an_aborted_request_leaves_what_was_verified(turns: int) -> None:
     h.run()
 
 
-def test_what_is_read_stays_where_it_is_whatever_becomes_of_its_request_and_however_short_slots_are() -> None:
+def test_what_is_read_stays_however_short_slots_are() -> None:
     h = Caching(host_slots=520, quiet=False, slow={"read"}, verify=lambda _: True)
     h.ask("before", prompt=prompt(130), tokens=2)
     h.drain()
@@ -241,7 +236,6 @@ def test_after_an_error_only_the_prompt_stays() -> None:
 
 
 def test_after_violations_nothing_stays() -> None:
-    """What a request has generated since the last look may be wrong, and it may have ended."""
     h = Caching()
     h.ask("r", prompt=prompt(150), tokens=4)
     h.drain()

@@ -63,7 +63,6 @@ def planned(
 
 
 def test_pages_of_local_prefill_are_part_of_what_pools_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They come after the tiers, which would have taken all of it."""
     device_bytes = 8 * CONTEXT_BYTES
     alone = planned(monkeypatch, device_bytes=device_bytes)
     beside = planned(monkeypatch, device_bytes=device_bytes, local_prefill=True)

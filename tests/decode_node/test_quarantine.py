@@ -74,7 +74,6 @@ def test_evicted_slots_are_free_after_the_grace_and_not_before(h: Harness) -> No
 
 
 def test_eviction_refuses_a_live_writer(h: Harness) -> None:
-    """Freeing what a live process writes to would hand its late writes to another request."""
     with pytest.raises(HTTPException, match=r"heard 1\.\d s ago.*corrupts"):
         h.quarantine.evict("alive")
     assert h.expire() == []

@@ -24,7 +24,7 @@ def test_an_abort_is_repeated_until_quiesced_and_frees_then(h: RemoteWorld) -> N
     assert not h.control.repeated
 
 
-def test_a_pool_is_written_to_while_a_live_node_has_not_said_that_it_is_quiet(h: RemoteWorld) -> None:
+def test_a_pool_is_written_to_until_a_live_node_is_quiet(h: RemoteWorld) -> None:
     h.wait(0)
     h.dispatch()
     assert h.remote.quarantine.written_to
@@ -38,9 +38,7 @@ def test_a_pool_is_written_to_while_a_live_node_has_not_said_that_it_is_quiet(h:
 
 
 @pytest.mark.parametrize("last", [Quiesced(attempt=R), PrefillFailed(attempt=R, reason="write failed")])
-def test_a_failure_with_writes_in_flight_lifts_no_quarantine_until_the_node_is_quiet(
-    h: RemoteWorld, last: Quiesced | PrefillFailed
-) -> None:
+def test_a_failure_with_writes_in_flight_lifts_no_quarantine(h: RemoteWorld, last: Quiesced | PrefillFailed) -> None:
     """A failed call proves nothing about its other descriptors: they may land a second later."""
     h.dispatch()
     failed = PrefillFailed(attempt=R, reason="write failed", in_flight=True)
@@ -63,7 +61,6 @@ def test_a_failure_of_what_is_settled_here_is_answered_with_an_abort(h: RemoteWo
 
 
 def test_a_silent_node_loses_its_requests_but_not_their_slots(h: RemoteWorld) -> None:
-    """Silence is no proof of death."""
     h.dispatch()
     now = time.monotonic() + SILENCE_S + 1
     [lost] = h.tick(now)
@@ -74,7 +71,7 @@ def test_a_silent_node_loses_its_requests_but_not_their_slots(h: RemoteWorld) ->
     assert FIRST in h.control.watched, "it is listened to, to notice that it is back"
 
 
-def test_a_node_that_was_silent_is_used_again_as_soon_as_it_answers_and_not_before(h: RemoteWorld) -> None:
+def test_a_silent_node_is_used_again_as_soon_as_it_answers(h: RemoteWorld) -> None:
     """sglang 13054: nothing is sticky. But each try would leave its slots in quarantine."""
     h.dispatch()
     h.clock.now += SILENCE_S + 1
@@ -121,7 +118,7 @@ def test_a_late_word_of_the_process_before_the_writer_proves_nothing(h: RemoteWo
     assert h.remote.quarantine.num_slots == 3
 
 
-def test_of_two_processes_with_one_address_the_one_that_is_heard_is_not_dead(h: RemoteWorld) -> None:
+def test_a_writer_that_is_heard_is_not_dead_whoever_has_its_address(h: RemoteWorld) -> None:
     """A mistake, as of two pods behind one name. It costs attempts, but frees no slots that may be written to."""
     h.dispatch()
     h.remote.abandon(h.request)
@@ -134,8 +131,7 @@ def test_of_two_processes_with_one_address_the_one_that_is_heard_is_not_dead(h: 
 
 
 @pytest.mark.parametrize("said", ["quiesced", "failed", "done"])
-def test_what_may_linger_in_the_network_is_waited_for_and_not_asked_about_again(h: RemoteWorld, said: str) -> None:
-    """The writer is done: only time, and a fence, can say more."""
+def test_what_may_linger_is_waited_for_and_not_asked_about_again(h: RemoteWorld, said: str) -> None:
     h.dispatch()
     if said == "failed":
         failed = PrefillFailed(attempt=R, reason="a write failed", lingering=True)
@@ -150,9 +146,7 @@ def test_what_may_linger_in_the_network_is_waited_for_and_not_asked_about_again(
     assert h.freed == [SLOTS]
 
 
-def test_a_prompt_of_which_something_lingers_lands_and_its_slots_are_fenced_before_others_get_them(
-    h: RemoteWorld,
-) -> None:
+def test_slots_of_a_prompt_that_landed_and_lingers_are_fenced(h: RemoteWorld) -> None:
     """What was cut and posted again arrived once more, after the request had ended."""
     h.dispatch()
     [landed] = h.done(lingering=True)
@@ -195,13 +189,13 @@ def test_every_rank_of_a_node_is_a_writer_before_slots_are_named(h: RemoteWorld)
     assert h.control.watched == {FIRST, SECOND, *RANKS}
 
 
-def test_a_request_brings_the_ranks_of_a_node_that_gateways_do_not_list_any_more(h: RemoteWorld) -> None:
+def test_a_request_brings_the_ranks_of_an_unlisted_node(h: RemoteWorld) -> None:
     ranked = h.request.generate.model_copy(update={"prefill_ranks": {"first": RANKS}})
     assert h.remote.nodes.ranks_of(FIRST, Request(ranked, GATEWAY)) == RANKS
     assert h.remote.nodes.ranks_of(SECOND, Request(ranked, GATEWAY)) == ()
 
 
-def test_a_restarted_node_whose_old_rank_lives_on_proves_nothing_of_that_rank(h: RemoteWorld) -> None:
+def test_a_restarted_node_proves_nothing_of_its_old_ranks(h: RemoteWorld) -> None:
     """An orphan would write into slots that were given away."""
     dispatch_to_a_group(h)
     h.control.heard |= {peer.boot_id: h.clock.now for peer in (FIRST, *RANKS)}

@@ -48,7 +48,7 @@ def logprobs(start: int, stop: int) -> PromptLogprobs:
     return PromptLogprobs.of(start, rows.astype(np.int32), -rows.astype(np.float32))
 
 
-def test_log_probabilities_land_with_the_prompt_and_are_asked_for_until_then(h: RemoteWorld) -> None:
+def test_log_probabilities_are_asked_for_until_the_prompt_lands(h: RemoteWorld) -> None:
     generate = h.request.generate.model_copy(update={"prompt_logprobs": 2})
     h.request = Request(generate, GATEWAY)
     h.dispatch()
@@ -95,7 +95,7 @@ def test_log_probabilities_that_cannot_be_cost_the_attempt(
     assert reason in lost.reason
 
 
-def test_done_of_an_attempt_that_was_given_up_lands_nothing_but_ends_the_quarantine(h: RemoteWorld) -> None:
+def test_done_of_an_abandoned_attempt_ends_the_quarantine(h: RemoteWorld) -> None:
     h.dispatch()
     h.remote.abandon(h.request)
     assert h.freed == []
@@ -120,7 +120,7 @@ def test_a_request_that_is_never_accepted_is_given_up(h: RemoteWorld) -> None:
     assert h.remote.nodes.choose(h.request) == FIRST
 
 
-def test_a_node_that_hangs_in_a_forward_pass_is_as_good_as_dead_until_it_goes_on(h: RemoteWorld) -> None:
+def test_a_node_that_hangs_in_a_forward_pass_is_avoided_until_it_goes_on(h: RemoteWorld) -> None:
     """Its other threads answer pings and messages as ever."""
     h.remote.nodes.learn(GATEWAY.address, (FIRST, SECOND), {})
     h.dispatch()
@@ -142,7 +142,7 @@ def test_a_node_that_hangs_in_a_forward_pass_is_as_good_as_dead_until_it_goes_on
     assert h.remote.nodes.choose(h.request) == FIRST
 
 
-def test_a_request_gets_on_while_chunks_of_it_or_of_others_are_computed_or_it_is_sent(h: RemoteWorld) -> None:
+def test_passes_of_a_node_count_as_progress_of_its_requests(h: RemoteWorld) -> None:
     h.dispatch()
     h.accepted()
     for computed, current_pass in ((0, 1), (0, 2), (2, 2), (3, None), (3, None), (3, None)):

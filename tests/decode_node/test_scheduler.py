@@ -108,7 +108,7 @@ def test_a_repeated_request_is_taken_once() -> None:
     assert h.answers["a"] == [4, 5, 6, 7, 8, 9]
 
 
-def test_a_node_that_has_failed_a_request_is_not_asked_for_it_again_at_once() -> None:
+def test_a_node_that_failed_a_request_is_not_asked_again_at_once() -> None:
     """A refusal that would pass would use up all of its attempts within milliseconds."""
     h = World(retries=5)
     other = Peer(role="prefill", address="127.0.0.1:3", boot_id="other")

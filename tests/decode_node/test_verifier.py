@@ -96,9 +96,7 @@ def test_an_error_is_reported_and_costs_only_its_request(v: Verifying) -> None:
     assert fine.failure_reason is None
 
 
-def test_a_result_says_which_part_it_is_about_and_parts_share_what_is_known_of_their_slots(
-    v: Verifying, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_name_their_part_and_parts_share_their_slots(v: Verifying, monkeypatch: pytest.MonkeyPatch) -> None:
     expanded: list[HostSlots] = []
 
     def counted(slots: HostSlots) -> Int64s:

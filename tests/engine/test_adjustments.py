@@ -54,7 +54,6 @@ def changed_alone(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_requests_of_a_batch_are_changed_as_if_alone(seed: int) -> None:
-    """Requests come, get tokens, and leave their rows to others."""
     rng = random.Random(seed)
     rows = 6
     adjustments = LogitAdjustments(rows, VOCAB, CPU)

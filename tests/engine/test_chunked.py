@@ -67,7 +67,6 @@ def test_rows_are_as_long_as_the_sequence_with_the_token_that_is_decoded() -> No
 
 
 def test_a_started_prompt_has_its_pages_to_the_end() -> None:
-    """No two prompts can each hold half of what they need."""
     prefill = chunked(num_pages=3, page_size=4)
     a, b = job("a", 8), job("b", 8)
     prefill.add(a)
@@ -81,7 +80,6 @@ def test_a_started_prompt_has_its_pages_to_the_end() -> None:
 
 
 def test_a_forgotten_job_keeps_its_pages_until_it_is_released() -> None:
-    """A write from them may be in flight."""
     prefill = chunked()
     a = job("a", 20)
     prefill.add(a)
@@ -110,7 +108,7 @@ def test_a_started_job_uses_what_the_one_before_it_has_computed_meanwhile() -> N
     assert compute(prefill) == [(second, 92, 156)], "it looks for no more once it computes"
 
 
-def test_a_job_that_needs_every_token_computed_reuses_nothing_and_caches_what_it_has() -> None:
+def test_a_job_that_needs_every_token_computed_reuses_nothing() -> None:
     prefill = chunked(num_pages=8, page_size=32, chunk_size=100, is_caching=True)
     for name, prompt_logprobs in (("a", None), ("b", 0)):
         each = job(name, 100)

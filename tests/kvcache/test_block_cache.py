@@ -214,7 +214,7 @@ def test_each_block_is_said_to_come_once_and_to_go_once() -> None:
     assert heard.removed_hashes == names[:0:-1]
 
 
-def test_the_newest_hashes_are_those_of_held_blocks_and_then_of_what_was_used_last() -> None:
+def test_newest_hashes_are_of_held_blocks_and_then_of_recent_ones() -> None:
     cache = new_cache()
     names = [block_hashes(tokens_of(name)).tolist() for name in ("aa", "bb", "cc")]
     cache.insert(tokens_of("aa"), numbered(0, 2))

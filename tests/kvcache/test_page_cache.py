@@ -41,7 +41,7 @@ def fill(cache: PageCache, names: str, salt: str = "") -> PageLease:
     return lease
 
 
-def test_what_nobody_uses_is_given_up_for_a_prompt_and_only_as_much_as_it_lacks() -> None:
+def test_a_prompt_evicts_only_as_much_as_it_lacks() -> None:
     cache = new_cache(num_pages=12, page_size=32)
     fill(cache, "abc")
     fill(cache, "de")
@@ -197,7 +197,7 @@ class _Walk:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_no_page_is_lost_or_written_while_shared_and_a_prompt_finds_the_longest_cached_prefix(seed: int) -> None:
+def test_no_page_is_lost_or_written_while_shared(seed: int) -> None:
     walk = _Walk(seed)
     for _ in range(150):
         walk.step()

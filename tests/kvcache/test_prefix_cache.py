@@ -54,7 +54,6 @@ def as_full_as_at_start(pool: HostKVPool) -> bool:
 
 
 def test_two_that_compute_the_same_keep_it_once() -> None:
-    """Neither found anything cached, as both began before either had landed."""
     pool, cache = new_pool(1000)
     tokens = prompt(1, 2, rest=5)
     first, second = pool.allocate(len(tokens)), pool.allocate(len(tokens) + 64)
@@ -71,7 +70,7 @@ def test_two_that_compute_the_same_keep_it_once() -> None:
     assert as_full_as_at_start(pool)
 
 
-def test_one_that_is_still_read_keeps_its_own_slots_until_it_gives_them_back() -> None:
+def test_a_request_keeps_its_own_slots_until_it_gives_them_back() -> None:
     pool, cache = new_pool(1000)
     tokens = prompt(1, 2)
     own = pool.allocate(128)

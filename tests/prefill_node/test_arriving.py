@@ -97,7 +97,7 @@ def node() -> Iterator[Arriving]:
     node.close()
 
 
-def test_a_pass_begins_when_the_first_layer_is_there_and_nothing_is_sent_before_the_last(node: Arriving) -> None:
+def test_a_pass_begins_with_the_first_layer_and_sends_after_the_last(node: Arriving) -> None:
     attempt = node.ask_and_grant()
     node.until_in_a_pass()
     assert node.model.computed == [[(128, 160)]]
@@ -112,9 +112,7 @@ def test_a_pass_begins_when_the_first_layer_is_there_and_nothing_is_sent_before_
 
 
 @pytest.mark.parametrize(("spoilt_layer", "failure"), [(1, "checksum"), (None, "read")])
-def test_a_layer_that_does_not_come_makes_the_pass_void_and_the_prompt_is_computed_once(
-    node: Arriving, spoilt_layer: int | None, failure: str
-) -> None:
+def test_a_layer_that_does_not_come_makes_the_pass_void(node: Arriving, spoilt_layer: int | None, failure: str) -> None:
     if failure == "read":
         node.reads.outcomes = [*[Outcome.LANDED] * LAYER_0, Outcome.FAILED]
     attempt = node.ask_and_grant() if spoilt_layer is None else node.ask_and_spoil(spoilt_layer)
@@ -130,9 +128,7 @@ def test_a_layer_that_does_not_come_makes_the_pass_void_and_the_prompt_is_comput
     assert node.metric("prefix_fetched_tokens_total") == 0
 
 
-def test_a_prefix_that_stalls_costs_others_a_moment_and_is_used_when_it_comes(
-    node: Arriving, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefix_that_stalls_is_used_when_it_comes(node: Arriving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefixes, "pass_patience", lambda _: 0.05)
     attempt = node.ask_and_grant()
     node.until_in_a_pass()
@@ -179,7 +175,7 @@ def test_a_slow_link_keeps_its_prompt_out_of_passes(node: Arriving, monkeypatch:
     assert node.model.computed[2] == [(128, 160)]
 
 
-def test_an_attempt_that_is_stopped_frees_the_pass_at_once_and_its_pages_when_nothing_is_read(node: Arriving) -> None:
+def test_a_stopped_attempt_frees_the_pass_at_once_and_its_pages_later(node: Arriving) -> None:
     attempt = node.ask_and_grant()
     node.until_in_a_pass()
     node.stop(attempt)

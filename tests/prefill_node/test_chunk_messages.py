@@ -14,7 +14,7 @@ def chunk_done(number: int, start: int, stop: int) -> ChunkDone:
     return ChunkDone(attempt=R, number=number, checksums=Checksums.of([checksum_of(start, stop)]))
 
 
-def test_the_checksums_of_a_chunk_are_told_when_it_has_landed_and_those_of_the_last_in_the_end() -> None:
+def test_the_checksums_of_a_chunk_are_told_when_it_has_landed() -> None:
     h = World()
     h.receive(request(token_ids=tuple(range(14)), extents=((0, 14),)))
     h.start()
@@ -62,7 +62,7 @@ def positions_of(*messages: Message) -> list[int]:
 
 
 @pytest.mark.parametrize("checksums", [True, False])
-def test_log_probabilities_are_told_once_by_the_first_message_after_they_were_computed(checksums: bool) -> None:
+def test_log_probabilities_are_told_once_by_the_next_message(checksums: bool) -> None:
     h = World()
     h.receive(request(token_ids=tuple(range(14)), extents=((0, 14),), prompt_logprobs=2, last_token_id=77))
     h.start()
@@ -113,7 +113,6 @@ def test_more_log_probabilities_than_a_message_should_have_are_refused() -> None
 
 @pytest.mark.parametrize("end", ["admitted", "aborted", "failed"])
 def test_an_entry_that_ends_says_nothing_of_its_chunks_any_more(end: str) -> None:
-    """The decode node need not have answered: all of it was in vain, or has arrived."""
     h = World.sending()
     h.sent(checksums=True)
     assert len(h.control.repeated) == 1

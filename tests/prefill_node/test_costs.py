@@ -34,7 +34,7 @@ def test_estimates_find_what_a_pass_a_token_and_a_position_cost() -> None:
     assert found == pytest.approx(expected, rel=0.1)
 
 
-def test_estimates_of_one_kind_of_pass_do_not_explain_it_by_less_than_its_tokens() -> None:
+def test_estimates_of_one_kind_of_pass_explain_it_by_its_tokens() -> None:
     cost = ComputeCost(chunk_size=512)
     for _ in range(5):
         cost.observe([(0, 512)], 1.0)

@@ -66,7 +66,7 @@ def test_quiesced_is_said_only_when_no_write_is_in_flight() -> None:
     assert h.free_pages == 8
 
 
-def test_an_abort_is_answered_again_and_a_late_repeat_of_its_request_is_not_started() -> None:
+def test_a_late_repeat_of_an_aborted_request_is_not_started() -> None:
     h = World()
     for _ in range(2):
         h.receive(Abort(attempt=R))
@@ -98,7 +98,7 @@ def test_a_request_that_moved_to_another_decode_node_is_another_one() -> None:
     assert h.control.take(Progress) == [Progress(computed=((R, 6),))]
 
 
-def test_an_abort_is_heard_while_a_chunk_computes_and_answered_when_nothing_writes_its_pages() -> None:
+def test_an_abort_during_a_step_is_answered_when_the_step_ends() -> None:
     h = World()
     h.receive(request())
     h.start()
@@ -189,7 +189,7 @@ def test_a_silent_decode_node_is_given_up_and_that_is_said_once() -> None:
     assert h.is_cancelled(h.writes[0])
 
 
-def test_nothing_is_written_to_pools_that_a_decode_process_did_not_offer_before() -> None:
+def test_nothing_is_written_to_pools_that_were_not_offered_before() -> None:
     h = World()
     h.receive(request())
     elsewhere = destination(sessions=(Session(transport="tcp", name="another-host:1"),))
@@ -261,8 +261,7 @@ def test_prompt_tokens_wait_until_they_are_computed() -> None:
     assert waiting() == 0
 
 
-def test_an_abort_that_comes_twice_before_the_first_is_answered_ends_nothing_else() -> None:
-    """Both were in the mailbox when the node went on after a stop; the process ended."""
+def test_two_aborts_before_the_first_answer_end_nothing_else() -> None:
     h = World()
     h.receive(request())
     for _ in range(2):
@@ -277,7 +276,6 @@ def test_an_abort_that_comes_twice_before_the_first_is_answered_ends_nothing_els
 
 
 def test_transfer_seconds_are_those_in_which_something_was_being_written() -> None:
-    """Chunks overlap, and wait for layers and for leave to write."""
     h = World.sending()
     h.sent(posted_at=100.0, ended_at=110.0, waited=2.0)
     h.sent(posted_at=109.0, ended_at=115.0, waited=1.0)
@@ -320,9 +318,7 @@ def test_a_node_refuses_slots_that_are_not_reserved_for_all_of_its_ranks() -> No
         assert found == f"the slots are not reserved for ranks {missing} of this node"
 
 
-def test_a_decode_node_is_watched_for_a_minute_after_the_last_thing_that_it_had_here(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_decode_node_is_watched_for_a_minute_after_its_last_request(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (Peer(role="decode", address=f"127.0.0.1:{port}", boot_id=f"{port}") for port in (1, 2))
     now = 1000.0
     monkeypatch.setattr("prefill_node.lanes.time.monotonic", lambda: now)

@@ -16,7 +16,7 @@ def no_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "_FAREWELL_S", 0.0)
 
 
-def test_a_node_that_drains_hands_back_what_it_has_not_begun_and_finishes_the_rest() -> None:
+def test_a_node_that_drains_hands_back_what_it_has_not_begun() -> None:
     h = World()
     h.receive(request())
     h.receive(request(attempt=R._replace(request_id="waits")))
@@ -44,7 +44,7 @@ def test_a_node_that_drains_hands_back_what_it_has_not_begun_and_finishes_the_re
     assert h.free_pages == 8
 
 
-def test_a_node_that_ends_hands_everything_back_as_soon_as_its_writes_have_drained() -> None:
+def test_a_node_that_ends_hands_everything_back_after_its_writes() -> None:
     h = World()
     h.receive(request())
     h.compute()

@@ -234,7 +234,7 @@ def test_a_node_that_keeps_nothing_fetches_nothing() -> None:
 # --- when ---
 
 
-def test_it_fetches_where_that_is_estimated_to_be_faster_and_tries_again_later() -> None:
+def test_it_fetches_where_that_is_estimated_to_be_faster() -> None:
     node = Fetching("auto")
     fetches = node.fetches
     attempt = node.ask_and_grant()

@@ -53,7 +53,7 @@ def test_what_one_digest_covers_is_read_by_one_rank(node: GroupFetching) -> None
 # --- nothing is said before every rank has said so ---
 
 
-def test_what_was_read_for_an_attempt_that_is_aborted_meanwhile_is_not_gathered(node: GroupFetching) -> None:
+def test_what_was_read_for_an_aborted_attempt_is_not_gathered(node: GroupFetching) -> None:
     """A step is under way when all has been read, and would go first."""
     other, attempt = node.read_during_a_step()
     assert not node.told(FetchDone), "no rank has all of it"
@@ -66,7 +66,7 @@ def test_what_was_read_for_an_attempt_that_is_aborted_meanwhile_is_not_gathered(
     node.cache.check_idle()
 
 
-def test_the_cost_of_a_fetch_includes_the_gather_and_not_the_step_before_it(
+def test_the_cost_of_a_fetch_includes_the_gather_and_not_the_step(
     node: GroupFetching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learned: list[float] = []
@@ -108,9 +108,7 @@ def test_ranks_that_cannot_gather_end_the_node(node: GroupFetching) -> None:
         node.turn_until(lambda other=other: "a lost connection" in (other.failed or ""))  # type: ignore[misc]
 
 
-def test_a_rank_that_has_fallen_behind_reads_when_its_steps_can_not_write_to_those_pages_any_more(
-    node: GroupFetching,
-) -> None:
+def test_a_rank_reads_after_its_steps_that_may_write_to_those_pages(node: GroupFetching) -> None:
     """Rank 0 has ended a step, and has given its pages to others."""
     behind = node.others[0]
     held = threading.Event()

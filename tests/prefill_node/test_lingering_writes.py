@@ -22,7 +22,7 @@ def test_a_failed_write_ends_the_request_after_the_rest_has_drained(lingering: b
     assert h.free_pages == 8
 
 
-def test_that_a_failed_write_may_linger_is_said_whenever_it_is_said_to_be_over() -> None:
+def test_that_a_failed_write_may_linger_is_said_with_every_answer() -> None:
     h = World.sending()
     h.sent(error="the transport gave a write up", lingering=True)
     early = h.only(PrefillFailed)
@@ -38,7 +38,7 @@ def test_that_a_failed_write_may_linger_is_said_whenever_it_is_said_to_be_over()
     assert h.free_pages == 8, "the network needs no pages"
 
 
-def test_an_attempt_with_a_write_of_which_nobody_knows_the_end_keeps_its_pages_and_is_never_called_quiet() -> None:
+def test_an_attempt_with_a_write_of_unknown_end_is_never_called_quiet() -> None:
     """Not even behind a fence: Mooncake may have it queued, and send it over a connection that does not exist yet."""
     h = World.sending()
     free = h.free_pages
@@ -54,7 +54,7 @@ def test_an_attempt_with_a_write_of_which_nobody_knows_the_end_keeps_its_pages_a
     assert list(h.held) == [R]
 
 
-def test_that_something_lingers_of_a_prompt_that_landed_is_said_when_it_is_done_and_ever_after() -> None:
+def test_that_a_prompt_that_landed_lingers_is_said_with_every_answer() -> None:
     """A chunk was cut and posted again: the decode node must not give the slots away before it has fenced them."""
     h = World.sending()
     h.sent(lingering=True)

@@ -73,7 +73,6 @@ def test_in_place_items_go_in_the_order_of_their_slots() -> None:
 
 
 def test_a_batch_of_several_layers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An abort is heard between batches."""
     monkeypatch.setattr("prefill_node.sender._IN_PLACE_BYTES", 8 << 20)
     sending, channel = in_place()
     sending.send(sending.chunk(stop=1200))
@@ -95,10 +94,7 @@ def test_send_buffers_that_may_be_read_for_ever_are_not_filled_again(sending: Se
 
 
 @pytest.mark.parametrize("given_up", ["aborted", "gather raises"])
-def test_a_send_buffer_from_which_nothing_was_posted_is_the_next_one_and_none_in_flight_is_filled(
-    given_up: str,
-) -> None:
-    """Buffers used in turn came round too early when a chunk was given up between its gather and its post."""
+def test_no_send_buffer_in_flight_is_filled_when_others_were_not_posted(given_up: str) -> None:
     sending = Sending("tcp")
     source = sending.reading.source
     lane = Inline(sending.reading, sending.channel("a"))
@@ -122,7 +118,7 @@ def test_a_send_buffer_from_which_nothing_was_posted_is_the_next_one_and_none_in
     sending.check_bytes(sending.chunk(stop=200))
 
 
-def test_what_sending_took_leaves_out_waits_for_layers_and_for_leave_to_post(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_of_sending_leave_out_waits_for_layers_and_for_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
 
     def passes(seconds: float) -> bool:

@@ -28,7 +28,6 @@ def node() -> Iterator[LiveWorld]:
 @pytest.mark.parametrize("page_size", [16, 64, 128])
 @pytest.mark.parametrize("chunk_size", [24, 512])
 def test_what_is_cached_is_sent_and_not_computed(page_size: int, chunk_size: int) -> None:
-    """Prompts that share 0 to all of their tokens, with starts before, at and behind what is cached."""
     node = LiveWorld(new_cache(1024 // page_size, page_size), chunk_size)
     node.run(FIRST[:128])
     computed, cached_tokens = 128, 0
@@ -120,8 +119,7 @@ def test_nothing_of_a_pass_that_failed_is_cached() -> None:
     node.close()
 
 
-def test_a_node_that_has_room_for_one_prompt_gives_up_what_it_cached_for_the_next() -> None:
-    """Prompts of three families, one after another and several at once, aborted and not."""
+def test_a_node_with_room_for_one_prompt_gives_up_what_it_cached() -> None:
     rng = random.Random(5)
     node = LiveWorld(new_cache(num_pages=18, page_size=16), chunk_size=40)
     for _ in range(40):

@@ -36,7 +36,6 @@ def sending() -> Iterator[Sending]:
 def test_every_item_of_every_layer_arrives_at_its_slot(
     transport: Transport, pages: str, slots: str, start: int, stop: int
 ) -> None:
-    """Also from send buffers: each is still being read when the fifth after it is filled."""
     sending = Sending(transport)
     chunk = sending.chunk(start=start, stop=stop, pages=pages, slots=slots)
     sent = sending.send(chunk)
@@ -50,7 +49,6 @@ def test_every_item_of_every_layer_arrives_at_its_slot(
 
 @pytest.mark.parametrize("pages", ["scattered", "contiguous"])
 def test_no_descriptor_is_longer_than_the_transport_takes(pages: str) -> None:
-    """From send buffers and in place; longer ones than that leave connections idle."""
     sending = Sending("tcp")
     channel = sending.channel("a")
     channel.max_bytes = 1_000_000
@@ -155,8 +153,7 @@ def test_nothing_is_posted_to_a_decode_node_that_is_not_heard(sending: Sending) 
     assert sending.reports.get(timeout=10).error is None
 
 
-def test_a_chunk_that_was_cut_and_has_landed_when_it_was_posted_again_may_linger(sending: Sending) -> None:
-    """Its first copy may arrive when the slots are somebody else's, and nobody was told."""
+def test_a_chunk_that_was_cut_and_posted_again_may_linger(sending: Sending) -> None:
     channel = sending.channel("a")
     channel.attempts = 2
     channel.outcomes = [Outcome.CUT]
@@ -168,7 +165,7 @@ def test_a_chunk_that_was_cut_and_has_landed_when_it_was_posted_again_may_linger
 
 
 @pytest.mark.parametrize("broken", ["submit", "wait", "check", "connect", "ring", "route", "peer"])
-def test_whatever_fails_every_chunk_is_reported_once_and_the_next_ones_are_sent(sending: Sending, broken: str) -> None:
+def test_whatever_fails_each_chunk_is_reported_once(sending: Sending, broken: str) -> None:
     """The thread ended, and all that its decode node had here kept its pages for ever."""
     channel = sending.channel("a")
     channel.broken = broken
@@ -220,7 +217,6 @@ def test_a_bug_in_the_thread_itself_costs_the_chunks_that_it_has_taken(
 
 
 def test_the_next_chunk_is_on_its_way_before_the_last_one_has_ended(sending: Sending) -> None:
-    """Between two chunks the transport would run dry."""
     chunks = [sending.chunk(start=start, stop=start + 100) for start in range(0, 1000, 100)]
     hold = sending.channel("a").hold = threading.Event()
     for chunk in chunks:
@@ -240,7 +236,7 @@ def test_a_sender_that_is_stopped_sees_what_it_has_posted_to_its_end(sending: Se
     assert sending.channel("a").late == 0
 
 
-def test_what_has_ended_is_reported_while_the_next_chunk_waits_for_its_layer(sending: Sending) -> None:
+def test_a_chunk_is_reported_while_the_next_one_waits_for_its_layer(sending: Sending) -> None:
     sending.submit(sending.chunk())
     given_up = threading.Event()
     sending.submit(sending.chunk(progress=ForwardProgress(CPU), cancelled=given_up.is_set))

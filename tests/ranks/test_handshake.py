@@ -163,7 +163,6 @@ def test_a_handshake_that_was_recorded_is_refused() -> None:
 
 
 def test_a_handshake_takes_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of one who sends a byte now and then."""
     monkeypatch.setattr(sealed_socket, "PATIENCE_S", 0.2)
     ours, theirs = socket.socketpair()
     ended = threading.Event()

@@ -192,8 +192,6 @@ def test_the_ranks_of_one_host_end_when_one_of_another_is_killed(tmp_path: Path)
 
 
 def test_a_rank_of_another_host_that_is_stopped_in_peace_is_named(tmp_path: Path) -> None:
-    """Nobody waits for it: its silence tells."""
-
     def body(place: RankPlace) -> None:
         group = join(place, step_timeout=1.0)
         group.watch_steps()
@@ -210,7 +208,7 @@ def test_a_rank_of_another_host_that_is_stopped_in_peace_is_named(tmp_path: Path
         assert ranks.status.reported(1) == ("rank 1 on host 1 was not heard for 1 s", 1)
 
 
-def test_a_rank_that_ends_while_the_group_starts_ends_the_others_that_wait_for_it(
+def test_a_rank_that_ends_while_the_group_starts_ends_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They wait in the store, for as long as weights may take to load."""

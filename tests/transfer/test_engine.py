@@ -61,7 +61,7 @@ def test_more_descriptors_than_the_transport_takes_at_once_all_land(
     assert np.array_equal(receiver.content(), expected)
 
 
-def test_a_write_outside_the_registered_buffer_is_an_error_and_the_next_write_works(
+def test_after_a_write_outside_the_buffer_the_next_write_works(
     sender: KVTransferEngine, source: np.ndarray, receiver: Receiver
 ) -> None:
     """sglang 13054: one transfer error must not mark a healthy pair as failed for ever."""

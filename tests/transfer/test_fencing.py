@@ -113,7 +113,7 @@ def fenced_table() -> tuple[ReservationTable[AttemptId, Peer, str], Released, Fe
 
 
 @pytest.mark.parametrize("over", ["lingers", "died", "evict"])
-def test_slots_that_lingering_writes_may_reach_come_back_after_the_grace_and_behind_a_fence(over: str) -> None:
+def test_lingering_slots_come_back_after_the_grace_and_behind_a_fence(over: str) -> None:
     """A write that had failed, or whose process had died, landed when a partition ended."""
     table, released, fences = fenced_table()
     match over:
@@ -151,7 +151,7 @@ def test_slots_whose_grace_ends_later_need_a_fence_that_is_made_later() -> None:
     assert released == ["slots", "other"]
 
 
-def test_slots_that_prove_quiet_while_a_fence_stands_are_not_freed_twice_nor_what_has_their_key_then() -> None:
+def test_slots_that_prove_quiet_before_a_fence_are_freed_once() -> None:
     table, released, fences = fenced_table()
     table.evict("first", now=100.0)
     table.release_expired(110.0)
@@ -163,7 +163,7 @@ def test_slots_that_prove_quiet_while_a_fence_stands_are_not_freed_twice_nor_wha
     assert released == ["slots"]
 
 
-def test_slots_that_landed_while_something_lingers_are_the_requests_and_the_tables_until_a_fence_has_passed() -> None:
+def test_slots_that_landed_and_linger_have_two_owners_until_a_fence() -> None:
     """The first copy of what was cut and posted again arrived when the slots had been given away."""
     fences = Fences()
     table, released = table_with(fences.make)
@@ -188,7 +188,7 @@ def test_slots_that_landed_while_something_lingers_are_the_requests_and_the_tabl
     assert released == ["slots"]
 
 
-def test_slots_that_landed_while_something_lingers_are_free_behind_a_fence_that_was_made_for_others() -> None:
+def test_slots_that_landed_and_linger_are_free_behind_a_fence_of_others() -> None:
     table, released, fences = fenced_table()
     for number, landed_at in ((2, 100.0), (3, 103.0)):
         table.open(R._replace(epoch=number), WRITER, f"landed at {landed_at:g}", num_slots=8)

@@ -79,7 +79,7 @@ def test_split_runs_are_the_same_pairs_cut_after_every_so_many(transfer: Transfe
 
 
 @given(transfers(), st.sampled_from([1, 3, 192]), st.integers(1, 1000))
-def test_cut_descriptors_move_the_same_bytes_in_as_few_equal_pieces_as_can_be(
+def test_cut_descriptors_move_the_same_bytes_in_the_fewest_pieces(
     transfer: Transfer, item_bytes: int, most_bytes: int
 ) -> None:
     runs = transfer.runs

@@ -66,7 +66,7 @@ def line_of(started: "subprocess.Popen[str]") -> str:
     return started.stdout.readline()
 
 
-def test_an_engine_listens_on_two_neighbouring_ports_and_nobody_else_gets_them() -> None:
+def test_an_engine_has_two_neighbouring_ports_to_itself() -> None:
     with ExitStack() as at_end:
         receivers = [at_end.enter_context(process(sys.executable, "-c", RECEIVER, "21100-21107")) for _ in range(4)]
         answers = [json.loads(line_of(receiver)) for receiver in receivers]
@@ -78,7 +78,7 @@ def test_an_engine_listens_on_two_neighbouring_ports_and_nobody_else_gets_them()
 
 
 @pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
-def test_a_session_that_comes_back_after_a_restart_is_reached_whatever_was_known_of_the_old_one() -> None:
+def test_a_session_that_comes_back_after_a_restart_is_reached() -> None:
     """Mooncake never asks again where a session's data port is. Ports of the old process are free at once here."""
     seen = set()
     repeated = 0

@@ -77,7 +77,7 @@ def test_no_more_than_a_bounded_number_is_in_flight() -> None:
     assert len(channel.lengths) == 50
 
 
-def test_a_buffer_is_held_until_the_last_piece_of_what_was_posted_from_it_has_ended() -> None:
+def test_a_buffer_is_held_until_all_that_was_posted_from_it_has_ended() -> None:
     channel = RecordingChannel()
     pipeline = Pipeline(channel)
     buffer = object()
@@ -97,7 +97,7 @@ def test_a_buffer_from_which_nothing_was_posted_is_not_held() -> None:
     assert buffer not in pipeline.held
 
 
-def test_after_an_error_no_more_of_that_write_is_posted_and_the_rest_is_awaited() -> None:
+def test_after_an_error_no_more_is_posted_and_the_rest_is_awaited() -> None:
     """A batch with one bad descriptor failed at once, and its other descriptors landed over the next second."""
     channel = RecordingChannel(outcomes={2: Outcome.FAILED})
     with pytest.raises(TransferError, match="FAILED"):
@@ -114,7 +114,7 @@ def test_an_abort_awaits_what_is_posted(batches: list[Descriptors]) -> None:
     assert not channel.in_flight
 
 
-def test_a_write_ends_when_its_last_batch_does_while_the_next_is_on_its_way() -> None:
+def test_a_write_ends_when_its_last_batch_does() -> None:
     channel = RecordingChannel(outcomes={5: Outcome.FAILED})
     pipeline = Pipeline(channel)
     ended: list[tuple[str, list[int]]] = []
@@ -167,7 +167,7 @@ def test_what_was_cut_off_lingers_and_what_was_on_its_way_with_it_does_not() -> 
         ([Outcome.CUT], [True], Outcome.CUT, True, 1),
     ],
 )
-def test_what_was_cut_off_is_posted_again_while_it_is_wanted_and_may_linger(
+def test_what_was_cut_is_posted_again_while_wanted_and_may_linger(
     outcomes: list[Outcome], is_wanted: list[bool], outcome: Outcome, lingers: bool, num_posted: int
 ) -> None:
     """A fence of a decode node behind one sender closes the connections of all. The first copy may arrive later.
@@ -183,7 +183,7 @@ def test_what_was_cut_off_is_posted_again_while_it_is_wanted_and_may_linger(
     assert channel.lengths == [1] * num_posted
 
 
-def test_what_was_given_up_is_not_posted_again_and_the_worst_outcome_counts() -> None:
+def test_what_was_given_up_is_not_posted_again() -> None:
     channel = RecordingChannel(outcomes={1: Outcome.GIVEN_UP, 2: Outcome.FAILED})
     pipeline, given_up = Pipeline(channel), a_write()
     for _ in range(3):
@@ -194,7 +194,7 @@ def test_what_was_given_up_is_not_posted_again_and_the_worst_outcome_counts() ->
 
 
 @pytest.mark.parametrize("broken", ["posting", "waiting", "posting again", "waiting again"])
-def test_a_batch_whose_end_nobody_knows_counts_as_in_flight_for_ever_and_costs_its_own_write_only(broken: str) -> None:
+def test_a_batch_of_unknown_end_is_in_flight_for_ever(broken: str) -> None:
     channel = RecordingChannel()
     match broken:
         case "posting":
