@@ -112,14 +112,6 @@ def test_a_chunk_of_an_old_epoch_says_nothing_of_the_new_one(h: RemoteWorld) -> 
     assert h.verified() == [Landed(h.request)]
 
 
-def test_a_chunk_by_a_node_that_was_not_asked_is_not_taken(h: RemoteWorld) -> None:
-    h.dispatch(FIRST)
-    assert h.chunk(0, node=SECOND) == h.done(node=SECOND) == []
-    assert h.request.state is RequestState.PREFILLING
-    assert h.verifier.waiting == []
-    assert h.taken() == []
-
-
 def test_a_chunk_is_not_answered_while_the_verifier_is_busy(h: RemoteWorld) -> None:
     h.verifier.room = 1
     h.dispatch()
@@ -219,6 +211,8 @@ def test_only_the_node_that_was_asked_ends_an_attempt(h: RemoteWorld) -> None:
         NotHeld(attempts=(R,)),
     ):
         assert h.take(SECOND, message) == []
+    assert h.chunk(0, node=SECOND) == h.done(node=SECOND) == []
+    assert (h.verifier.waiting, h.taken()) == ([], [])
     assert h.request.state is RequestState.PREFILLING
     assert ("prefill", R) in h.control.repeated
     assert len(h.done()) == 1

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from control.messages import AttemptId, Outputs, Quiesced, Sampling
+from control.messages import AttemptId, Quiesced, Sampling
 from decode_node.request import RequestState
 from engine.device import DeviceFailed
 from tests.decode_node.world import GATEWAY, HOT, PREFILL, World, counted
@@ -90,23 +90,6 @@ def test_too_many_lost_prefills_are_an_error() -> None:
         h.remote._lose(h.remote._attempts[request.attempt("decode")], "the node went away")
     h.turn()
     assert h.ended == {"a": "error"}
-
-
-def test_the_end_of_a_request_is_said_until_its_gateway_has_heard_it() -> None:
-    """Were it lost, the client would hang until --request-timeout."""
-    h = World()
-    h.ask("a", tokens=3)
-    while h.scheduler.requests:
-        h.land()
-        h.scheduler.turn()
-    key = ("ended", "a", GATEWAY.boot_id)
-    gateway, message = h.control.repeated[key]
-    assert gateway == GATEWAY
-    assert isinstance(message, Outputs)
-    [output] = message.rows()
-    assert (output.start, output.finish_reason) == (2, "length")
-    h.scheduler.outputs.ended("a", GATEWAY)
-    assert not h.control.repeated
 
 
 def test_logits_that_are_not_finite_end_their_request_alone() -> None:

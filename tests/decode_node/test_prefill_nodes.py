@@ -5,18 +5,9 @@ import time
 import pytest
 
 from control.messages import Generate, PrefillFailed
-from decode_node.request import Request, RequestState
+from decode_node.request import Request
 from tests.decode_node.remote_world import FIRST, SECOND, SLOTS, Lost, R, RemoteWorld
 from tests.decode_node.world import GATEWAY
-
-
-def test_a_failed_attempt_goes_to_a_node_that_was_not_tried(h: RemoteWorld) -> None:
-    h.dispatch()
-    [lost] = h.take(FIRST, PrefillFailed(attempt=R, reason="out of memory"))
-    assert lost == Lost(h.request, "out of memory")
-    assert h.freed == [SLOTS], "PrefillFailed says that nothing is in flight"
-    assert h.request.state is RequestState.WAITING
-    assert h.remote.nodes.choose(h.request) == SECOND
 
 
 def test_a_node_that_leaves_hands_a_request_back_without_a_fault(h: RemoteWorld) -> None:

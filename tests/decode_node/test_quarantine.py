@@ -102,9 +102,6 @@ def test_slots_of_several_writers_are_listed_and_evicted_for_each(h: Harness) ->
     assert h.expire() == ["a", "b", "d"]
 
 
-# --- over HTTP ---
-
-
 def client_of(h: Harness, post: Callable[[LoopCall], None], timeout: float = 10) -> TestClient:
     app = FastAPI()
     app.include_router(quarantine_router(h.quarantine, post, timeout))
@@ -171,9 +168,6 @@ def test_a_loop_that_does_not_answer_is_503_and_evicts_nothing_later(h: Harness)
     for call in calls:
         call.run()
     assert h.expire() == []
-
-
-# --- work handed to the loop is done there, once, or not at all ---
 
 
 def test_an_error_reaches_the_asker_and_not_the_loop() -> None:

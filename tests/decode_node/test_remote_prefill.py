@@ -7,7 +7,6 @@ from control.messages import (
     Admitted,
     ChunkDone,
     Holding,
-    NotHeld,
     PrefillAccepted,
     PrefillDone,
     PrefillFailed,
@@ -105,9 +104,6 @@ def test_done_of_an_abandoned_attempt_ends_the_quarantine(h: RemoteWorld) -> Non
     assert not h.control.repeated
 
 
-# --- a node that answers and does not get on ---
-
-
 def test_a_request_that_is_never_accepted_is_given_up(h: RemoteWorld) -> None:
     """Dropped as malformed, say. The node is asked for others as soon as it answers anything."""
     h.dispatch()
@@ -159,12 +155,3 @@ def test_progress_that_another_node_claims_is_none(h: RemoteWorld) -> None:
         h.take(SECOND, Progress(computed=((R, 1),), current_pass=number))
         h.wait(PATIENCE_S / 9)
     assert h.request.state is RequestState.WAITING
-
-
-def test_a_node_that_does_not_know_an_accepted_request_has_lost_it(h: RemoteWorld) -> None:
-    h.dispatch()
-    h.accepted()
-    h.wait(0)
-    assert h.control.take(Holding) == [Holding(attempts=(R,))]
-    assert len(h.take(FIRST, NotHeld(attempts=(R,)))) == 1
-    assert h.freed == [SLOTS]

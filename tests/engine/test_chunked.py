@@ -92,9 +92,6 @@ def test_a_forgotten_job_keeps_its_pages_until_it_is_released() -> None:
     assert prefill.pool.free_pages == 8
 
 
-# With a cache
-
-
 def test_a_started_job_uses_what_the_one_before_it_has_computed_meanwhile() -> None:
     prefill = chunked(num_pages=16, page_size=32, chunk_size=64, is_caching=True)
     first, second = job("a", 100), job("b", 200)

@@ -47,9 +47,6 @@ def insert(cache: BlockCache, names: str, first: int, salt: str = "") -> HeldBlo
     return held
 
 
-# Against the model
-
-
 @dataclass
 class _Held:
     held: HeldBlocks
@@ -152,9 +149,6 @@ def _walk(seed: int, prompts: int = 250) -> None:
 def test_random_prompts_get_what_a_dictionary_says(prompts: int) -> None:
     for seed in range(prompts // 250):
         _walk(seed)
-
-
-# By hand
 
 
 @pytest.mark.parametrize(

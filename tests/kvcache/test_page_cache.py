@@ -66,27 +66,9 @@ def test_a_prompt_without_room_takes_and_gives_up_nothing() -> None:
     assert lend(cache, tokens_of("abcd")).cached == 128
 
 
-def test_blocks_that_two_prompts_computed_are_kept_once() -> None:
-    cache = new_cache()
-    first, second = lend(cache, tokens_of("ab")), lend(cache, tokens_of("abc"))
-    cache.insert(first, 128)
-    cache.insert(second, 192)
-    cache.give_back(second)
-    assert cache.pool.free_pages == 12 - 6
-    third = lend(cache, tokens_of("abc"))
-    assert list(third.pages[:4]) == list(first.pages)
-    assert list(third.pages[4:]) == list(second.pages[4:])
-    cache.give_back(first)
-    cache.give_back(third)
-    cache.check_idle()
-
-
 def test_pages_that_are_no_parts_of_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match="pages of 128 tokens"):
         new_cache(page_size=128)
-
-
-# Against a plain dictionary
 
 
 @dataclass

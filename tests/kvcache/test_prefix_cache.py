@@ -128,9 +128,6 @@ def test_slots_are_joined_and_cut_in_their_order() -> None:
     assert extents_of(np.empty(0, dtype=np.int64)) == ()
 
 
-# Against the model
-
-
 @dataclass
 class _Walk:
     """Requests that come, share, grow, end and are given up, in a pool that is too small for all of them.

@@ -197,9 +197,6 @@ def test_a_node_that_closes_waits_for_no_prefix() -> None:
     node.gated.gate.set()
 
 
-# --- what a pass waits for ---
-
-
 def arrival() -> PrefixArrival:
     return PrefixArrival((0, 1, 2, 3, 0, 2))
 

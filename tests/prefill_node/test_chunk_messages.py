@@ -38,18 +38,6 @@ def test_the_checksums_of_a_chunk_are_told_when_it_has_landed() -> None:
     assert not h.control.repeated
 
 
-def test_a_chunk_that_lands_after_the_last_is_told_by_itself_too() -> None:
-    h = World.sending()
-    h.writes.reverse()
-    h.sent(checksums=True)
-    assert not h.control.repeated
-    h.sent(checksums=True)
-    (_, first), (_, done) = h.control.repeated.values()
-    assert first == chunk_done(0, 0, 6)
-    assert isinstance(done, PrefillDone)
-    assert (done.chunks, list(done.checksums.rows())) == (1, [checksum_of(6, 10)])
-
-
 def positions_of(*messages: Message) -> list[int]:
     """The positions whose log probabilities these messages bring."""
     told = [

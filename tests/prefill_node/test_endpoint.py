@@ -114,16 +114,6 @@ def test_an_abort_during_a_step_is_answered_when_the_step_ends() -> None:
     assert h.step is None
 
 
-def test_done_is_said_also_when_the_last_write_ends_before_the_pass_does() -> None:
-    h = World()
-    h.receive(request(token_ids=(1, 2), extents=((0, 2),)))
-    h.start()
-    h.sent()
-    assert not h.control.repeated
-    h.finish()
-    h.only(PrefillDone)
-
-
 def test_a_transfer_that_takes_too_long_is_given_up() -> None:
     h = World()
     h.receive(request(token_ids=(1, 2), extents=((0, 2),)))

@@ -54,16 +54,6 @@ def test_only_what_is_missing_in_the_cache_is_asked_for(node: Fetching) -> None:
     assert not node.told(FetchRequest, short)
 
 
-def test_others_compute_while_a_job_waits_for_its_prefix(node: Fetching) -> None:
-    attempt, asked = node.ask_fetching()
-    other = node.ask_another()
-    node.done(other)
-    assert node.model.tokens == 40
-    node.answer(asked)
-    node.done(attempt)
-    assert node.model.tokens == 40 + 72
-
-
 def test_jobs_that_lack_the_same_prefix_fetch_it_once(node: Fetching) -> None:
     first, asked = node.ask_fetching()
     aborted, second = (node.ask([*FIRST[:150], 7, extra], PREFIX, ((800, 24),)) for extra in (1, 2))
@@ -229,9 +219,6 @@ def test_a_node_that_keeps_nothing_fetches_nothing() -> None:
     node.done(node.ask(FIRST[:200], PREFIX, SENT_TO))
     assert node.model.tokens == 200
     node.close()
-
-
-# --- when ---
 
 
 def test_it_fetches_where_that_is_estimated_to_be_faster() -> None:

@@ -43,16 +43,6 @@ def test_each_rank_reads_a_block_and_every_rank_gets_all_of_them(node: GroupFetc
     node.release(again)
 
 
-def test_what_one_digest_covers_is_read_by_one_rank(node: GroupFetching) -> None:
-    node.digested_together = 1024
-    attempt = node.ask_and_grant()
-    node.finish(attempt, computed=72)
-    assert sorted(node.bytes_read) == [0, 0, PREFIX * TOKEN_BYTES]
-
-
-# --- nothing is said before every rank has said so ---
-
-
 def test_what_was_read_for_an_aborted_attempt_is_not_gathered(node: GroupFetching) -> None:
     """A step is under way when all has been read, and would go first."""
     other, attempt = node.read_during_a_step()

@@ -79,7 +79,8 @@ def test_a_batch_of_several_layers_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     assert [int(batch.lengths.sum()) for batch in channel.posted] == [1200 * 4400, 1200 * 4400, 1200 * 32]
 
 
-def test_send_buffers_that_may_be_read_for_ever_are_not_filled_again(sending: Sending) -> None:
+def test_send_buffers_that_may_be_read_for_ever_are_not_filled_again() -> None:
+    sending = Sending()
     channel = sending.channel("a")
     channel.broken = "wait"
     lane = Inline(sending.reading, channel)

@@ -51,12 +51,6 @@ def test_the_largest_post_of_a_round_is_told_once_all_ranks_have_posted(status: 
         assert [status.posted(rank, number) for rank in range(4)] == batches
 
 
-def test_where_nobody_has_work_nobody_waits(make: Make) -> None:
-    first, *_ = make()
-    assert first.wait(0) == 0
-    assert first.round == 0
-
-
 def test_every_rank_hears_the_largest_batch_of_every_step(make: Make) -> None:
     """Ranks with requests, ranks without, and ranks that come late, as each likes."""
     barriers, steps = make(), 300

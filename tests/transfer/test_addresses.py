@@ -101,8 +101,6 @@ def test_huge_extents_take_no_memory() -> None:
     assert expand_extents(((5, 2**62), (7, 2**61)), 3).tolist() == [5, 6, 7]
 
 
-# --- what a process offered before ---
-
 DECODE = Peer(role="decode", address="127.0.0.1:9", boot_id="boot")
 OFFERED = Destination(
     identity=IDENTITY,

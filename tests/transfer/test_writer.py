@@ -90,13 +90,6 @@ def test_a_buffer_is_held_until_all_that_was_posted_from_it_has_ended() -> None:
     assert buffer not in pipeline.held
 
 
-def test_a_buffer_from_which_nothing_was_posted_is_not_held() -> None:
-    pipeline = Pipeline(RecordingChannel())
-    buffer = object()
-    assert not pipeline.post(a_write(go_on=lambda: False), batch(1), buffer)
-    assert buffer not in pipeline.held
-
-
 def test_after_an_error_no_more_is_posted_and_the_rest_is_awaited() -> None:
     """A batch with one bad descriptor failed at once, and its other descriptors landed over the next second."""
     channel = RecordingChannel(outcomes={2: Outcome.FAILED})
