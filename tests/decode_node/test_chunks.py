@@ -166,7 +166,6 @@ def test_a_node_that_contradicts_itself_is_not_served(
 
 @pytest.mark.parametrize("end", ["silent", "restarted", "not held", "failed", "leaving"])
 def test_a_prompt_whose_chunk_was_lost_with_its_node_is_lost(h: RemoteWorld, end: str) -> None:
-    """That all has landed was said, but not with which checksums."""
     h.dispatch()
     h.accepted()
     h.chunk(0)

@@ -120,8 +120,9 @@ def test_a_slot_that_the_cache_owns_and_somebody_freed_is_noticed() -> None:
 
 
 def test_slots_are_joined_and_cut_in_their_order() -> None:
-    slots = HostSlots(extents_of(np.array([7, 8, 9, 3, 4, 12])))
+    slots = HostSlots(extents_of(np.array([7, 8]))).extend(extents_of(np.array([9, 3, 4, 12])))
     assert slots.extents == (Extent(7, 3), Extent(3, 2), Extent(12, 1))
+    assert slots.slots().tolist() == [7, 8, 9, 3, 4, 12]
     assert slots.cut(4) == ((Extent(7, 3), Extent(3, 1)), (Extent(4, 1), Extent(12, 1)))
     assert slots.cut(0) == ((), slots.extents)
     assert slots.cut(6) == (slots.extents, ())

@@ -137,7 +137,6 @@ def test_a_handshake_in_which_a_byte_was_changed_fails(position: int) -> None:
 
 
 def test_a_proof_that_is_sent_back_proves_nothing() -> None:
-    """Whoever connects without the key answers with the accepting rank's own proof."""
     meeting = Meeting()
     meeting.up(HELLO)
     answer = meeting.to_accepting.recv(ANSWER, socket.MSG_WAITALL)
