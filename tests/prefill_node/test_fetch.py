@@ -157,7 +157,7 @@ def no_lease(node: Fetching, asked: FetchRequest) -> None:
         (no_lease, "timeout"),
     ],
 )
-def test_what_is_not_brought_is_computed_and_nothing_of_it_is_gathered(
+def test_what_is_not_brought_is_computed(
     num_ranks: int, what: Callable[[Fetching, FetchRequest], None], failure: str
 ) -> None:
     node = Fetching() if num_ranks == 1 else GroupFetching()
