@@ -74,11 +74,16 @@ TOKEN_BYTES = LAYOUT.token_bytes
 UpdateT = TypeVar("UpdateT", bound=Message)
 
 
+def destination(**changes: Any) -> Destination:
+    fields: dict[str, Any] = {"identity": IDENTITY, "buffers": BUFFERS, "sessions": TCP}
+    return Destination(**{**fields, **changes})
+
+
 def request(**changes: Any) -> PrefillRequest:
     fields: dict[str, Any] = {
         "attempt": R,
         "token_ids": tuple(range(10)),
-        "destination": Destination(identity=IDENTITY, buffers=BUFFERS, sessions=TCP),
+        "destination": destination(),
         "extents": ((0, 10),),
         "hisparse": True,
     }
@@ -396,7 +401,7 @@ class Slots:
             lengths=tuple(layer.nbytes for layer in self.layers),
             item_lengths=(16, 16, 8),
         )
-        return Destination(identity=IDENTITY, buffers=buffers, sessions=TCP)
+        return destination(buffers=buffers)
 
     def wipe(self) -> None:
         for layer in self.layers:
