@@ -66,7 +66,7 @@ def test_a_choice_that_comes_late_takes_the_prompt_of_one_that_runs() -> None:
     assert {name: h.answers[name] for name in NAMES} == alone(tokens)
 
 
-def test_the_next_choice_is_prefilled_if_the_first_one_loses_its_attempt_or_leaves() -> None:
+def test_the_next_choice_is_prefilled_if_the_first_loses_its_attempt() -> None:
     h, tokens = Caching(slow={"a"}), prompt(100)
     ask(h, tokens)
     h.turn()
@@ -82,7 +82,6 @@ def test_the_next_choice_is_prefilled_if_the_first_one_loses_its_attempt_or_leav
 
 @pytest.mark.parametrize("harness", [World, Caching])
 def test_choices_give_way_and_come_back_with_the_same_answers(harness: type[World]) -> None:
-    """There are too few host slots, so some are dropped and prefilled again."""
     tokens = prompt(100)
     h = harness(host_slots=100 + 3 * 64)
     ask(h, tokens, answer=120)
@@ -101,7 +100,7 @@ def test_what_lingers_is_shared_and_not_cached() -> None:
     assert h.coordinator.host.used < 100 + len(NAMES) * 65
 
 
-def test_a_choice_that_needs_log_probabilities_is_prefilled_by_itself_and_gives_its_prompt_to_others() -> None:
+def test_a_choice_with_log_probabilities_is_prefilled_alone_and_shared() -> None:
     h, tokens = Caching(slow={"a"}), prompt(100)
     h.ask("a", prompt=tokens, tokens=40, group="g", sampling=sampling("a"), prompt_logprobs=0)
     for name in "bc":

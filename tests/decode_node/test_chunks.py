@@ -1,6 +1,7 @@
 """Nothing lands before it is verified: chunks of a prompt, each with its checksums, come in any order or not at all."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 
@@ -14,7 +15,6 @@ from tests.decode_node.remote_world import (
     PATIENCE_S,
     SECOND,
     SLOTS,
-    Clock,
     Landed,
     Lost,
     R,
@@ -23,11 +23,6 @@ from tests.decode_node.remote_world import (
 from transfer.checksum import Mismatch
 from transfer.fencing import DRAIN_GRACE_S
 from transfer.memory import Checksum
-
-
-@pytest.fixture
-def h(monkeypatch: pytest.MonkeyPatch) -> RemoteWorld:
-    return RemoteWorld(Clock(monkeypatch))
 
 
 def test_a_chunk_is_verified_before_the_last_has_landed(h: RemoteWorld) -> None:
@@ -49,7 +44,7 @@ def test_a_chunk_is_verified_before_the_last_has_landed(h: RemoteWorld) -> None:
 
 @pytest.mark.parametrize("order", [*itertools.permutations(("first", "second", "done"))])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_prompt_lands_when_all_of_it_is_said_and_verified_in_whatever_order(
+def test_a_prompt_lands_when_all_is_said_and_verified_in_any_order(
     h: RemoteWorld, order: tuple[str, ...], at_once: bool
 ) -> None:
     """Verified as it comes, or all of it behind the last message; and everything is said twice."""
@@ -73,6 +68,11 @@ def test_a_prompt_lands_when_all_of_it_is_said_and_verified_in_whatever_order(
     assert outcomes == [Landed(h.request)]
     assert sorted(h.taken()) == [0, 0, 1, 1]
     assert h.request.host_slots == SLOTS
+    for what in order:
+        assert say[what]() == [], "its answer was lost"
+    assert sorted(h.taken()) == [0, 1]
+    assert h.control.take(Admitted) == [Admitted(attempt=R)] * 2
+    assert h.verifier.waiting == []
 
 
 def test_a_mismatch_in_an_early_chunk_fails_the_attempt_at_once(h: RemoteWorld) -> None:
@@ -98,20 +98,12 @@ def test_a_mismatch_in_an_early_chunk_fails_the_attempt_at_once(h: RemoteWorld) 
     assert (h.request.state, h.failures("checksum")) == (RequestState.PREFILLING, 1)
 
 
-def test_a_chunk_that_cannot_be_verified_fails_the_attempt(h: RemoteWorld) -> None:
-    h.dispatch()
-    h.chunk(0)
-    assert h.verified(error="out of memory") == [
-        Lost(h.request, "checksums could not be verified: out of memory"),
-    ]
-    assert h.failures("verification") == 1
-
-
 def test_a_chunk_of_an_old_epoch_says_nothing_of_the_new_one(h: RemoteWorld) -> None:
     h.dispatch()
     h.take(FIRST, PrefillFailed(attempt=R, reason="write failed"))
     h.dispatch()
-    assert h.chunk(0, epoch=1) == []
+    assert h.chunk(0, epoch=1) == h.done(epoch=1) == []
+    assert h.table.is_writable(R._replace(epoch=2))
     assert h.taken() == [0]
     assert h.verifier.waiting == []
     h.done(epoch=2, chunks=1, checksums=CHECKSUMS)
@@ -120,27 +112,7 @@ def test_a_chunk_of_an_old_epoch_says_nothing_of_the_new_one(h: RemoteWorld) -> 
     assert h.verified() == [Landed(h.request)]
 
 
-def test_a_chunk_that_comes_when_the_prompt_has_landed_is_answered(h: RemoteWorld) -> None:
-    """Its answer was lost, and the node has not heard Admitted yet."""
-    h.dispatch()
-    h.chunk(0)
-    h.done(chunks=1)
-    h.verified()
-    h.taken()
-    assert h.chunk(0) == []
-    assert h.taken() == [0]
-    assert h.verifier.waiting == []
-
-
-def test_a_chunk_by_a_node_that_was_not_asked_is_not_taken(h: RemoteWorld) -> None:
-    h.dispatch(FIRST)
-    assert h.chunk(0, node=SECOND) == h.done(node=SECOND) == []
-    assert h.request.state is RequestState.PREFILLING
-    assert h.verifier.waiting == []
-    assert h.taken() == []
-
-
-def test_when_the_verifier_is_busy_a_chunk_is_not_answered_and_offered_again(h: RemoteWorld) -> None:
+def test_a_chunk_is_not_answered_while_the_verifier_is_busy(h: RemoteWorld) -> None:
     h.verifier.room = 1
     h.dispatch()
     h.chunk(0)
@@ -155,24 +127,9 @@ def test_when_the_verifier_is_busy_a_chunk_is_not_answered_and_offered_again(h: 
     assert h.verified() == [Landed(h.request)]
 
 
-def test_a_prompt_whose_chunk_was_lost_waits_for_its_repeat(h: RemoteWorld) -> None:
-    h.dispatch()
-    h.accepted()
-    h.progress(computed=3)
-    h.done(chunks=2, checksums=CHECKSUMS)
-    assert h.verified() == []
-    for chunk in range(2):
-        assert h.wait(PATIENCE_S - 1) == []
-        assert h.control.take(Holding)[-1] == Holding(attempts=(R,)), "the node is still asked"
-        h.progress(computed=3)
-        assert h.request.state is RequestState.PREFILLING
-        h.chunk(chunk)
-    assert h.verified() == []
-    assert h.verified() == [Landed(h.request)]
-
-
-def test_a_chunk_that_a_living_node_never_speaks_of_is_not_waited_for_for_ever(h: RemoteWorld) -> None:
-    """It says that everything landed, and repeats that it holds the request, but not what was in one chunk."""
+@pytest.mark.parametrize("is_repeated", [True, False])
+def test_a_lost_chunk_is_waited_for_and_not_for_ever(h: RemoteWorld, is_repeated: bool) -> None:
+    """Not even if the node says that everything landed, and repeats that it holds the request."""
     h.dispatch()
     h.accepted()
     h.progress(computed=3)
@@ -180,16 +137,35 @@ def test_a_chunk_that_a_living_node_never_speaks_of_is_not_waited_for_for_ever(h
     assert h.verified() == []
     for _ in range(int(PATIENCE_S) - 1):
         assert h.wait(1) == []
+        assert h.control.take(Holding)[-1] == Holding(attempts=(R,)), "the node is still asked"
         h.progress(computed=3)
-    [lost] = h.wait(2)
-    assert isinstance(lost, Lost)
-    assert lost.reason == "prefill node 127.0.0.1:2 has made no progress for 60 s"
-    assert h.remote.quarantine.num_slots == 3
+    if is_repeated:
+        h.chunk(0)
+        assert h.verified() == [Landed(h.request)]
+    else:
+        assert h.wait(2) == [Lost(h.request, "prefill node 127.0.0.1:2 has made no progress for 60 s")]
+        assert h.remote.quarantine.num_slots == 3
+
+
+@pytest.mark.parametrize(
+    ("mistake", "reason"),
+    [
+        (lambda h: h.chunk(1) + h.done(chunks=1), "chunk 1 landed, of 1 that there can be"),
+        (lambda h: h.done(num_tokens=2), "prefill covered 2 tokens, not 3"),
+        (lambda h: h.chunk(0) + h.verified(error="no memory"), "checksums could not be verified: no memory"),
+    ],
+)
+def test_a_node_that_contradicts_itself_is_not_served(
+    h: RemoteWorld, mistake: Callable[[RemoteWorld], list[Landed | Lost]], reason: str
+) -> None:
+    h.dispatch()
+    assert mistake(h) == [Lost(h.request, reason)]
+    assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
+    assert h.failures("verification") == ("verified" in reason)
 
 
 @pytest.mark.parametrize("end", ["silent", "restarted", "not held", "failed", "leaving"])
 def test_a_prompt_whose_chunk_was_lost_with_its_node_is_lost(h: RemoteWorld, end: str) -> None:
-    """That all has landed was said, but not with which checksums."""
     h.dispatch()
     h.accepted()
     h.chunk(0)
@@ -213,15 +189,7 @@ def test_a_prompt_whose_chunk_was_lost_with_its_node_is_lost(h: RemoteWorld, end
     assert h.freed == ([] if end in ("silent", "restarted") else [SLOTS])
 
 
-def test_a_node_that_contradicts_itself_is_not_served(h: RemoteWorld) -> None:
-    h.dispatch()
-    h.chunk(1)
-    [lost] = h.done(chunks=1)
-    assert lost == Lost(h.request, "chunk 1 landed, of 1 that there can be")
-    assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
-
-
-def test_what_has_landed_is_not_lost_to_a_node_that_fails_before_its_checksums_are_verified(h: RemoteWorld) -> None:
+def test_what_has_landed_survives_a_failure_of_its_node(h: RemoteWorld) -> None:
     """It gave up on a decode node that was silent for a while, say. Nothing depends on it any more."""
     h.dispatch()
     h.done(checksums=CHECKSUMS)
@@ -242,6 +210,8 @@ def test_only_the_node_that_was_asked_ends_an_attempt(h: RemoteWorld) -> None:
         NotHeld(attempts=(R,)),
     ):
         assert h.take(SECOND, message) == []
+    assert h.chunk(0, node=SECOND) == h.done(node=SECOND) == []
+    assert (h.verifier.waiting, h.taken()) == ([], [])
     assert h.request.state is RequestState.PREFILLING
     assert ("prefill", R) in h.control.repeated
     assert len(h.done()) == 1
@@ -261,7 +231,6 @@ def test_the_result_for_a_request_that_was_given_up_meanwhile_is_dropped(h: Remo
 
 
 def test_a_node_that_dies_after_its_last_write_costs_nothing(h: RemoteWorld) -> None:
-    """Everything landed before it said so; only the checksums are left to be looked at."""
     h.dispatch()
     h.done(checksums=CHECKSUMS)
     h.clock.now += SILENCE_S + 1

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from control.messages import AttemptId, Outputs, Quiesced, Sampling
+from control.messages import AttemptId, Quiesced, Sampling
 from decode_node.request import RequestState
 from engine.device import DeviceFailed
 from tests.decode_node.world import GATEWAY, HOT, PREFILL, World, counted
@@ -21,28 +21,6 @@ def test_nothing_that_may_be_drawn_ends_a_request_with_an_error() -> None:
     assert h.ended == {"a": "error", "b": "length"}
 
 
-@pytest.mark.parametrize("turns", [0, 1, 2, 5])
-def test_a_request_can_be_cancelled_in_any_state(turns: int) -> None:
-    h = World()
-    h.ask("a", tokens=50)
-    h.ask("b", tokens=10)
-    for _ in range(turns):
-        h.turn()
-    h.scheduler.cancel("a", GATEWAY)
-    h.run()
-    assert h.ended == {"a": "abort", "b": "length"}
-
-
-def test_a_request_that_waits_for_a_prefill_node_can_be_cancelled_and_its_slots_stay_fenced() -> None:
-    h = World()
-    h.ask("a")
-    h.scheduler.turn()
-    assert h.state("a") is RequestState.PREFILLING
-    h.scheduler.cancel("a", GATEWAY)
-    assert h.remote.quarantine.num_slots == 2
-    assert h.coordinator.host.used == 2
-
-
 def test_a_late_write_after_an_abort_hits_nobody() -> None:
     """sglang PRs 24580, 31357: a write that arrived after the abort corrupted another request."""
     h = World(host_slots=200, quiet=False)
@@ -51,6 +29,7 @@ def test_a_late_write_after_an_abort_hits_nobody() -> None:
     [reservation] = h.table
     h.scheduler.cancel("aborted", GATEWAY)
     h.ask("other", tokens=8)
+    assert h.remote.quarantine.num_slots == 2
     h.turn()
     h.turn()
     assert h.state("other") is RequestState.RUNNING
@@ -70,7 +49,7 @@ def test_a_late_write_after_an_abort_hits_nobody() -> None:
     assert h.coordinator.is_idle()
 
 
-def test_a_copy_that_was_cut_and_arrives_after_its_request_has_ended_hits_nobody() -> None:
+def test_a_cut_copy_that_arrives_after_its_request_hits_nobody() -> None:
     """A batch was cut and posted again. Its first copy came when the slots had been given to the next request."""
     h = World()
     h.lingering = True
@@ -111,23 +90,6 @@ def test_too_many_lost_prefills_are_an_error() -> None:
         h.remote._lose(h.remote._attempts[request.attempt("decode")], "the node went away")
     h.turn()
     assert h.ended == {"a": "error"}
-
-
-def test_the_end_of_a_request_is_said_until_its_gateway_has_heard_it() -> None:
-    """Were it lost, the client would hang until --request-timeout."""
-    h = World()
-    h.ask("a", tokens=3)
-    while h.scheduler.requests:
-        h.land()
-        h.scheduler.turn()
-    key = ("ended", "a", GATEWAY.boot_id)
-    gateway, message = h.control.repeated[key]
-    assert gateway == GATEWAY
-    assert isinstance(message, Outputs)
-    [output] = message.rows()
-    assert (output.start, output.finish_reason) == (2, "length")
-    h.scheduler.outputs.ended("a", GATEWAY)
-    assert not h.control.repeated
 
 
 def test_logits_that_are_not_finite_end_their_request_alone() -> None:
@@ -195,9 +157,7 @@ def test_a_prompt_that_cannot_be_copied_to_the_host_ends_its_request_alone() -> 
     assert h.ended == {"staged": "error", "other": "length"}
 
 
-def test_a_device_that_is_lost_ends_the_node_and_not_one_request_after_the_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_lost_device_ends_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     h = World()
     h.ask("a", tokens=50)
     h.ask("waits", tokens=50)
@@ -216,8 +176,8 @@ def test_a_device_that_is_lost_ends_the_node_and_not_one_request_after_the_other
     assert ends == dict.fromkeys(("a", "waits"), str(failure.value))
 
 
-@pytest.mark.parametrize("turns", range(1, 12))
-def test_whatever_a_step_in_flight_meets_nothing_is_lost_repeated_or_left_behind(turns: int) -> None:
+@pytest.mark.parametrize("turns", range(12))
+def test_whatever_a_step_in_flight_meets_no_token_is_lost_or_repeated(turns: int) -> None:
     """A cancellation, a retraction and a step that fails, at every turn of the requests' lives."""
     h = World(device_slots=HOT + 1 + 4, host_slots=200)
     for name in "abc":
@@ -235,7 +195,7 @@ def test_whatever_a_step_in_flight_meets_nothing_is_lost_repeated_or_left_behind
     for name, reason in h.ended.items():
         if reason == "length":
             assert h.answers[name] == counted((11,), 20)
-    assert h.ended["b"] in ("abort", "length", "error")
+    assert h.ended["b"] == "abort"
     if turns % 3:
         assert h.ended["a"] == h.ended["c"] == "length"
         assert (h.answers["stops"], h.ended["stops"]) == ([11, 12, 13], "stop")

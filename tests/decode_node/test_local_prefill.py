@@ -73,7 +73,7 @@ def h(monkeypatch: pytest.MonkeyPatch) -> Harness:
 
 
 def test_a_prompt_but_for_its_last_token_is_computed_and_copied(h: Harness) -> None:
-    request = h.start()
+    request = h.start(prompt_logprobs=1)
     h.local.step()
     assert request.state is RequestState.LOCAL_PREFILL
     h.local.step()
@@ -85,24 +85,15 @@ def test_a_prompt_but_for_its_last_token_is_computed_and_copied(h: Harness) -> N
     assert request.host_slots is not None
     items = h.coordinator.host.kv[1][torch.from_numpy(request.host_slots.slots())]
     assert items[:, 0].tolist() == list(range(10))
-    h.coordinator.host.release(request.host_slots)
-    h.assert_as_full_as_at_start()
-
-
-def test_log_probabilities_of_the_prompt_are_there_when_it_has_landed(h: Harness) -> None:
-    request = h.start(prompt_logprobs=1)
-    h.local.step()
-    h.local.step()
-    h.copying.set()
-    wait_until(lambda: h.local.staged()[0], timeout=5)
     assert request.prompt_logprobs is not None
     assert request.prompt_logprobs.complete
     assert request.prompt_logprobs.ints[:, 0].tolist() == list(range(1, 11)), "the tokens behind each position"
     assert request.prompt_logprobs.floats[:, 0].tolist() == [-position for position in range(1, 11)]
+    h.coordinator.host.release(request.host_slots)
+    h.assert_as_full_as_at_start()
 
 
 def test_slots_that_are_shared_are_not_copied_over(h: Harness) -> None:
-    """All is computed, but the first six positions were cached, and others may be reading them."""
     request = h.start(on_host=6)
     assert request.host_slots is not None
     items = h.coordinator.host.kv[1]

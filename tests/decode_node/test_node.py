@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -58,6 +59,9 @@ GENERATE = Generate(
 )
 
 
+until = partial(wait_until, timeout=10)
+
+
 class Shell(NodeShell[LoopEvent]):
     """A shell without ports or signals."""
 
@@ -104,9 +108,8 @@ class Running:
 
     def requested(self, epoch: int, request_id: str = "r") -> tuple[Peer, PrefillRequest]:
         """The request for a prefill under that epoch, once it is there."""
-        node, message = wait_until(
-            lambda: self.control.repeated.get(("prefill", R._replace(request_id=request_id, epoch=epoch))), timeout=10
-        )
+        key = ("prefill", R._replace(request_id=request_id, epoch=epoch))
+        node, message = until(lambda: self.control.repeated.get(key))
         assert isinstance(message, PrefillRequest)
         return node, message
 
@@ -150,14 +153,6 @@ def running() -> Iterator[Running]:
     running.stop()
 
 
-def test_verified_bytes_are_served(running: Running) -> None:
-    running.ask()
-    node, request = running.requested(epoch=1)
-    running.write(node, request)
-    wait_until(lambda: running.tokens() == [100, 101, 102, 103, 104], timeout=10)
-    assert (FIRST, Admitted(attempt=R)) in running.control.sent
-
-
 def test_each_choice_of_a_message_is_a_request_and_answered(running: Running) -> None:
     further = tuple(FurtherChoice(request_id=name, seed=0) for name in ("s", "t", "u"))
     running.ask(group="g", further=further)
@@ -166,7 +161,7 @@ def test_each_choice_of_a_message_is_a_request_and_answered(running: Running) ->
     assert [(type(answer), answer.request_id) for answer in answers] == [(Accepted, name) for name in "rstu"]
     running.write(node, request)
     for name in "rstu":
-        wait_until(lambda name=name: running.tokens(name) == [100, 101, 102, 103, 104], timeout=10)  # type: ignore[misc]
+        until(lambda name=name: running.tokens(name) == [100, 101, 102, 103, 104])  # type: ignore[misc]
 
 
 def test_torn_bytes_are_never_served_and_the_retry_on_another_node_is(running: Running) -> None:
@@ -181,9 +176,9 @@ def test_torn_bytes_are_never_served_and_the_retry_on_another_node_is(running: R
     assert running.metrics.transfer_failures.labels("checksum")._value.get() == 1
     assert running.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
     running.write(other, again)
-    wait_until(lambda: running.tokens() == [100, 101, 102, 103, 104], timeout=10)
+    until(lambda: running.tokens() == [100, 101, 102, 103, 104])
     running.shell.inbox.put((FIRST, Quiesced(attempt=R)))
-    wait_until(running.harness.coordinator.is_idle, timeout=10)
+    until(running.harness.coordinator.is_idle)
     assert (SECOND, Admitted(attempt=R._replace(epoch=2))) in running.control.sent
     assert (FIRST, Admitted(attempt=R)) not in running.control.sent
 
@@ -201,18 +196,18 @@ def test_a_node_that_drains_finishes_what_streams_and_hands_over_the_rest(runnin
     running.ask(max_new_tokens=300)
     node, request = running.requested(epoch=1)
     running.write(node, request)
-    wait_until(running.tokens, timeout=10)
+    until(running.tokens)
     running.ask(request_id="not begun")
-    wait_until(lambda: ("prefill", NOT_BEGUN) in running.control.repeated, timeout=10)
+    until(lambda: ("prefill", NOT_BEGUN) in running.control.repeated)
 
     running.shell.lifecycle.drain()
     running.shell.inbox.put(None)
-    wait_until(lambda: "not begun" in running.finishes(), timeout=10)
+    until(lambda: "not begun" in running.finishes())
     assert running.finishes()["not begun"] == ("abort", "the decode node is stopping")
     running.ask(request_id="late")
-    wait_until(lambda: answers(Rejected), timeout=10)
+    until(lambda: answers(Rejected))
     assert answers(Rejected) == [Rejected(request_id="late", code="draining", reason="the decode node is draining")]
-    wait_until(lambda: "r" in running.finishes(), timeout=10)
+    until(lambda: "r" in running.finishes())
     assert running.tokens() == list(range(100, 400))
     assert running.thread.is_alive(), "a prefill node may still be writing to its memory"
     running.shell.inbox.put((FIRST, Quiesced(attempt=NOT_BEGUN)))
@@ -231,31 +226,23 @@ def test_a_node_that_ends_waits_for_nobody(running: Running) -> None:
     assert (output.finish_reason, output.error) == ("abort", "the decode node is stopping")
 
 
-def test_a_gateway_that_has_heard_of_the_end_of_a_request_is_told_no_more(running: Running) -> None:
+def test_a_gateway_gets_missed_tokens_again_until_it_has_heard_of_the_end(running: Running) -> None:
     running.ask()
     running.write(*running.requested(epoch=1))
-    key = ("ended", "r", GATEWAY.boot_id)
-    wait_until(lambda: key in running.control.repeated, timeout=10)
-    running.shell.inbox.put((GATEWAY, Ended(request_id="r")))
-    wait_until(lambda: key not in running.control.repeated, timeout=10)
-
-
-def test_a_gateway_that_has_missed_tokens_gets_them_again_also_after_the_end(running: Running) -> None:
-    running.ask()
-    running.write(*running.requested(epoch=1))
-    wait_until(lambda: ("ended", "r", GATEWAY.boot_id) in running.control.repeated, timeout=10)
+    until(lambda: ("ended", "r", GATEWAY.boot_id) in running.control.repeated)
     streamed = [token for output in running.control.outputs() for token in output.tokens]
     running.control.sent.clear()
     running.shell.inbox.put((GATEWAY, Resend(request_id="r", start=1)))
-    again = wait_until(lambda: running.control.take(Outputs), timeout=10)
+    again = until(lambda: running.control.take(Outputs))
     outputs = [output for message in again for output in message.rows()]
     assert outputs[0].start == 1
     assert list(outputs[0].tokens) == streamed[1:]
     assert outputs[-1].finish_reason is not None
+    running.shell.inbox.put((GATEWAY, Ended(request_id="r")))
+    until(lambda: ("ended", "r", GATEWAY.boot_id) not in running.control.repeated)
 
 
-def test_slots_that_leaked_are_noticed_also_if_others_were_in_quarantine_when_the_last_request_left() -> None:
-    """Then there is nothing to compare with until these are free, too."""
+def test_leaked_slots_are_noticed_also_after_a_quarantine() -> None:
     harness = World()
     shell = Shell(harness.control, harness.metrics)
     node = node_of(harness, shell)
@@ -278,38 +265,35 @@ def test_what_a_node_owes_and_what_it_cannot_use_are_exported(running: Running) 
     running.requested(epoch=1)
     assert value("kv_tokens_outstanding") == 15, "eleven of the prompt, and all but the last of five to come"
     running.shell.inbox.put((GATEWAY, Cancel(request_id="r")))
-    wait_until(lambda: value("quarantine_seconds"), timeout=10)
+    until(lambda: value("quarantine_seconds"))
     assert value("kv_tokens_outstanding") == 0
     running.shell.inbox.put((FIRST, Quiesced(attempt=R)))
-    wait_until(lambda: value("quarantine_seconds") == 0, timeout=10)
+    until(lambda: value("quarantine_seconds") == 0)
 
 
-def test_what_decoded_when_swap_in_was_violated_ends_with_an_error_and_what_comes_later_is_served(
-    running: Running,
-) -> None:
+def test_what_decoded_during_a_swap_in_violation_ends_with_an_error(running: Running) -> None:
     model = running.harness.model
     model.step_s, model.violates_at = 0.01, 20
     with structlog.testing.capture_logs() as logs:
         running.ask(max_new_tokens=300)
         running.write(*running.requested(epoch=1))
-        wait_until(lambda: "r" in running.finishes(), timeout=10)
+        until(lambda: "r" in running.finishes())
         assert running.finishes()["r"] == ("error", "its tokens may be wrong (swap-in violations: 1)")
         assert len(running.tokens()) < 150, "at 100 tokens a second at most: it was noticed within one"
 
         model.violates_at = -1
         running.ask(request_id="later", max_new_tokens=150)
         running.write(*running.requested(epoch=1, request_id="later"))
-        wait_until(lambda: "later" in running.finishes(), timeout=10)
+        until(lambda: "later" in running.finishes())
     assert running.finishes()["later"] == ("length", None), "a violation is held against nobody who came after it"
     assert running.tokens("later") == list(range(100, 250))
     errors = [entry for entry in logs if entry["log_level"] == "error"]
     assert errors == [{"event": "swap-in violations", "violations": 1, "ended": 1, "log_level": "error"}]
     assert [running.exported("swap_in_violations_total") for _ in range(2)] == [1, 1]
-    wait_until(running.harness.coordinator.is_idle, timeout=10)
+    until(running.harness.coordinator.is_idle)
 
 
-def test_a_violation_ends_also_what_has_given_way_since_and_nothing_that_has_not_decoded() -> None:
-    """There are device slots for some of the requests, and for fewer as they grow."""
+def test_a_violation_ends_what_has_decoded_and_given_way_since() -> None:
     h = World(device_slots=HOT + 1 + 2)
     node = node_of(h, Shell(h.control, h.metrics))
     for name in "abcd":

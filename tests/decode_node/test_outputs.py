@@ -55,7 +55,7 @@ class Harness:
         return KEY in self.control.repeated
 
 
-def test_tokens_are_sent_again_with_their_log_probabilities_from_where_they_are_missing() -> None:
+def test_missing_tokens_are_sent_again_with_their_log_probabilities() -> None:
     h = Harness()
     h.decode(10)
     [output] = h.resent(4)
@@ -66,7 +66,7 @@ def test_tokens_are_sent_again_with_their_log_probabilities_from_where_they_are_
     assert output.tokens == (a_token(10),)
 
 
-def test_a_request_that_is_over_is_sent_again_with_its_end_until_its_gateway_has_all_of_it() -> None:
+def test_a_finished_request_is_sent_again_until_its_gateway_has_it() -> None:
     h = Harness()
     h.decode(3, "stop")
     outputs = h.resent(1)
@@ -88,7 +88,7 @@ def test_many_tokens_are_sent_again_in_messages_of_bounded_size() -> None:
     assert [token.token_id for output in answers for token in output.tokens] == list(range(10, 2500))
 
 
-def test_log_probabilities_of_the_prompt_come_in_pieces_before_the_first_token_and_again_if_it_is_missing() -> None:
+def test_prompt_log_probabilities_come_in_pieces_before_the_first_token() -> None:
     h = Harness()
     h.request = Request(Generate(request_id="r", prompt_ids=(1,) * 3000, max_new_tokens=9, prompt_logprobs=20), GATEWAY)
     h.request.prompt_logprobs = table = PromptLogprobTable(3000, 20)
@@ -115,7 +115,6 @@ def test_only_the_gateway_of_a_request_gets_its_tokens() -> None:
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_of_a_request_that_was_given_up_only_that_is_kept(reason: FinishReason) -> None:
-    """Its client has gone, or its gateway, or it failed: its tokens are of no use to anyone."""
     h = Harness()
     h.decode(100)
     h.stream.end(h.request, reason, "why")
@@ -132,9 +131,7 @@ def test_a_request_whose_client_left_after_its_end_is_not_kept() -> None:
     assert h.tokens_kept() == 0
 
 
-def test_tokens_of_a_request_that_nobody_acknowledges_are_forgotten_after_a_while(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tokens_that_nobody_acknowledges_are_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr("decode_node.outputs.time.monotonic", lambda: now)
     h = Harness()

@@ -8,7 +8,7 @@ import torch
 
 from base.block_hashes import BLOCK_TOKENS
 from control.messages import AttemptId, FetchDone, FetchRequest, PrefillFailed, Quiesced
-from decode_node.request import Request, RequestState
+from decode_node.request import RequestState
 from kvcache.block_cache import PromptIds
 from kvcache.extents import HostSlots
 from tests.decode_node.world import GATEWAY, HOT, PREFILL, Caching, counted, prompt
@@ -47,7 +47,6 @@ def test_a_prompt_that_is_cached_whole_needs_no_prefill_node(length: int) -> Non
 
 
 def test_a_conversation_finds_its_answers_too() -> None:
-    """Each turn sends all before it: prompt, answer and what the user says next."""
     h = Caching()
     text = prompt(100)
     for turn in range(4):
@@ -56,17 +55,6 @@ def test_a_conversation_finds_its_answers_too() -> None:
         lacked = len(text) - 1 - h.sent(f"turn-{turn}")[0][0]
         assert turn == 0 or lacked < BLOCK_TOKENS + 30
         text += tuple(h.answers[f"turn-{turn}"]) + prompt(30, seed=turn)
-    h.run()
-
-
-def test_two_at_once_keep_one_copy() -> None:
-    h = Caching()
-    h.ask("a", prompt=prompt(129), tokens=5)
-    h.ask("b", prompt=prompt(129), tokens=5)
-    h.turn()
-    h.turn()
-    assert h.sent("a") == h.sent("b") == [(0, 128)]
-    assert h.coordinator.host.used - h.coordinator.releasing_slots <= 128 + 2 * BLOCK_TOKENS
     h.run()
 
 
@@ -81,7 +69,6 @@ def test_salts_share_nothing() -> None:
 
 
 def test_the_gateway_is_told_how_much_was_cached() -> None:
-    """With the first token, and again at the end, which is repeated until it has arrived."""
     h = Caching()
     for name in ("cold", "warm"):
         h.ask(name, prompt=prompt(150), tokens=3)
@@ -99,7 +86,6 @@ def test_the_gateway_is_told_how_much_was_cached() -> None:
 
 
 def test_blocks_are_given_up_before_anybody_waits_or_gives_way() -> None:
-    """A pool that the blocks of earlier requests fill: it serves as if it were empty."""
     h = Caching(host_slots=640)
     for number in range(6):
         h.ask(f"before-{number}", prompt=prompt(150, seed=number), tokens=40)
@@ -113,9 +99,7 @@ def test_blocks_are_given_up_before_anybody_waits_or_gives_way() -> None:
     assert h.metrics.retractions.labels("host")._value.get() == 0
 
 
-def test_one_that_waits_for_slots_is_not_looked_up_again_before_something_has_changed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_waiting_request_is_looked_up_again_only_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     h = Caching(host_slots=400)
     h.ask("running", prompt=prompt(200), tokens=100)
     for _ in range(3):
@@ -147,23 +131,6 @@ def test_what_is_dropped_resumes_from_its_own_blocks() -> None:
     assert max(again) >= BLOCK_TOKENS
 
 
-def test_a_retracted_request_keeps_what_it_shares() -> None:
-    h = Caching()
-    for name in "abcd":
-        h.ask(name, prompt=prompt(129), tokens=30)
-    slots, make_room = h.scheduler._slots, h.scheduler._slots.make_room
-
-    def as_if_device_slots_ran_out() -> list[Request]:
-        if len(running := h.scheduler.requests.in_state(RequestState.RUNNING)) > 2:
-            slots._retract(running[-1])
-        return make_room()
-
-    slots.make_room = as_if_device_slots_ran_out  # type: ignore[method-assign]
-    h.run()
-    assert h.metrics.retractions.labels("device")._value.get() > 10
-    assert all(h.answers[name] == counted(prompt(129), 30) for name in "abcd")
-
-
 @pytest.mark.parametrize("turns", [0, 1, 2, 5, 80])
 def test_an_aborted_request_leaves_what_was_verified(turns: int) -> None:
     h = Caching(quiet=False)
@@ -179,7 +146,7 @@ def test_an_aborted_request_leaves_what_was_verified(turns: int) -> None:
     h.run()
 
 
-def test_what_is_read_stays_where_it_is_whatever_becomes_of_its_request_and_however_short_slots_are() -> None:
+def test_what_is_read_stays_however_short_slots_are() -> None:
     h = Caching(host_slots=520, quiet=False, slow={"read"}, verify=lambda _: True)
     h.ask("before", prompt=prompt(130), tokens=2)
     h.drain()
@@ -269,7 +236,6 @@ def test_after_an_error_only_the_prompt_stays() -> None:
 
 
 def test_after_violations_nothing_stays() -> None:
-    """What a request has generated since the last look may be wrong, and it may have ended."""
     h = Caching()
     h.ask("r", prompt=prompt(150), tokens=4)
     h.drain()

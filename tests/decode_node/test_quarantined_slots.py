@@ -7,15 +7,10 @@ import pytest
 from control.liveness import AnsweredPing
 from control.messages import Abort, Admitted, AttemptId, Peer, PrefillFailed, PrefillRequest, Quiesced
 from decode_node.prefill_nodes import SILENCE_S
-from decode_node.request import Request, RequestState
-from tests.decode_node.remote_world import FIRST, SECOND, SLOTS, Clock, Landed, Lost, R, RemoteWorld
+from decode_node.request import Request
+from tests.decode_node.remote_world import FIRST, SECOND, SLOTS, Landed, Lost, R, RemoteWorld
 from tests.decode_node.world import GATEWAY
 from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S
-
-
-@pytest.fixture
-def h(monkeypatch: pytest.MonkeyPatch) -> RemoteWorld:
-    return RemoteWorld(Clock(monkeypatch))
 
 
 def test_an_abort_is_repeated_until_quiesced_and_frees_then(h: RemoteWorld) -> None:
@@ -29,7 +24,7 @@ def test_an_abort_is_repeated_until_quiesced_and_frees_then(h: RemoteWorld) -> N
     assert not h.control.repeated
 
 
-def test_a_pool_is_written_to_while_a_live_node_has_not_said_that_it_is_quiet(h: RemoteWorld) -> None:
+def test_a_pool_is_written_to_until_a_live_node_is_quiet(h: RemoteWorld) -> None:
     h.wait(0)
     h.dispatch()
     assert h.remote.quarantine.written_to
@@ -42,7 +37,8 @@ def test_a_pool_is_written_to_while_a_live_node_has_not_said_that_it_is_quiet(h:
     assert not h.remote.quarantine.written_to
 
 
-def test_a_failure_with_writes_in_flight_lifts_no_quarantine_until_the_node_is_quiet(h: RemoteWorld) -> None:
+@pytest.mark.parametrize("last", [Quiesced(attempt=R), PrefillFailed(attempt=R, reason="write failed")])
+def test_a_failure_with_writes_in_flight_lifts_no_quarantine(h: RemoteWorld, last: Quiesced | PrefillFailed) -> None:
     """A failed call proves nothing about its other descriptors: they may land a second later."""
     h.dispatch()
     failed = PrefillFailed(attempt=R, reason="write failed", in_flight=True)
@@ -52,33 +48,22 @@ def test_a_failure_with_writes_in_flight_lifts_no_quarantine_until_the_node_is_q
     assert h.take(FIRST, failed) == []
     assert h.freed == []
     assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
-    h.take(FIRST, Quiesced(attempt=R))
+    h.take(FIRST, last)
     assert h.freed == [SLOTS]
     assert not h.control.repeated
 
 
-def test_a_failure_with_writes_in_flight_may_be_settled_by_a_later_one_without(h: RemoteWorld) -> None:
-    h.dispatch()
-    h.take(FIRST, PrefillFailed(attempt=R, reason="write failed", in_flight=True))
-    h.take(FIRST, PrefillFailed(attempt=R, reason="write failed"))
-    assert h.freed == [SLOTS]
-
-
-GONE = AttemptId("decode", "gone", 4)
-
-
 def test_a_failure_of_what_is_settled_here_is_answered_with_an_abort(h: RemoteWorld) -> None:
     """It is repeated until one comes, and the reservation may have been evicted meanwhile."""
-    h.take(FIRST, PrefillFailed(attempt=GONE, reason="write failed", in_flight=True))
-    assert h.control.take(Abort) == [Abort(attempt=GONE)]
+    gone = AttemptId("decode", "gone", 4)
+    h.take(FIRST, PrefillFailed(attempt=gone, reason="write failed", in_flight=True))
+    assert h.control.take(Abort) == [Abort(attempt=gone)]
 
 
 def test_a_silent_node_loses_its_requests_but_not_their_slots(h: RemoteWorld) -> None:
-    """Silence is no proof of death."""
     h.dispatch()
     now = time.monotonic() + SILENCE_S + 1
     [lost] = h.tick(now)
-    assert isinstance(lost, Lost)
     assert "silent" in lost.reason
     assert h.freed == []
     assert h.remote.quarantine.num_slots == 3
@@ -86,7 +71,7 @@ def test_a_silent_node_loses_its_requests_but_not_their_slots(h: RemoteWorld) ->
     assert FIRST in h.control.watched, "it is listened to, to notice that it is back"
 
 
-def test_a_node_that_was_silent_is_used_again_as_soon_as_it_answers_and_not_before(h: RemoteWorld) -> None:
+def test_a_silent_node_is_used_again_as_soon_as_it_answers(h: RemoteWorld) -> None:
     """sglang 13054: nothing is sticky. But each try would leave its slots in quarantine."""
     h.dispatch()
     h.clock.now += SILENCE_S + 1
@@ -100,20 +85,11 @@ def test_a_node_that_was_silent_is_used_again_as_soon_as_it_answers_and_not_befo
     assert h.remote.nodes.choose(h.request) == FIRST
 
 
-def test_a_node_that_is_heard_is_not_silent(h: RemoteWorld) -> None:
-    h.dispatch()
-    now = time.monotonic() + 50
-    h.control.heard["first"] = now - 1
-    assert h.tick(now) == []
-    assert h.request.state is RequestState.PREFILLING
-
-
 def test_a_restart_of_the_writer_proves_it_dead(h: RemoteWorld) -> None:
     h.dispatch()
     h.answer("reborn", asked_at=h.clock.now + 1)
     h.clock.now += 2
     [lost] = h.tick(h.clock.now)
-    assert isinstance(lost, Lost)
     assert "restarted" in lost.reason
     assert h.freed == []
     h.answer("reborn", asked_at=h.clock.now + 1)
@@ -131,16 +107,18 @@ def test_a_late_word_of_the_process_before_the_writer_proves_nothing(h: RemoteWo
     h.answer("the one before", asked_at=h.clock.now - 1)
     h.dispatch()
     assert h.wait(1) == []
-    assert h.take(FIRST.model_copy(update={"boot_id": "the one before"}), Quiesced(attempt=R)) == []
+    other = FIRST.model_copy(update={"boot_id": "the one before"})
+    assert h.take(other, Quiesced(attempt=R)) == []
     assert h.table.is_writable(R)
     h.remote.abandon(h.request)
+    assert h.take(other, Quiesced(attempt=R)) == []
     for _ in range(100):
         h.wait(1)
     assert h.freed == []
     assert h.remote.quarantine.num_slots == 3
 
 
-def test_of_two_processes_with_one_address_the_one_that_is_heard_is_not_dead(h: RemoteWorld) -> None:
+def test_a_writer_that_is_heard_is_not_dead_whoever_has_its_address(h: RemoteWorld) -> None:
     """A mistake, as of two pods behind one name. It costs attempts, but frees no slots that may be written to."""
     h.dispatch()
     h.remote.abandon(h.request)
@@ -152,35 +130,23 @@ def test_of_two_processes_with_one_address_the_one_that_is_heard_is_not_dead(h: 
     assert h.freed == [SLOTS]
 
 
-def test_another_process_at_the_address_does_not_speak_for_the_writer(h: RemoteWorld) -> None:
+@pytest.mark.parametrize("said", ["quiesced", "failed", "done"])
+def test_what_may_linger_is_waited_for_and_not_asked_about_again(h: RemoteWorld, said: str) -> None:
     h.dispatch()
-    h.remote.abandon(h.request)
-    reborn = FIRST.model_copy(update={"boot_id": "reborn"})
-    h.take(reborn, Quiesced(attempt=R))
-    h.clock.now += 100
-    h.tick(h.clock.now)
-    assert h.freed == []
-
-
-@pytest.mark.parametrize("said", ["quiesced", "failed"])
-def test_what_may_linger_in_the_network_is_waited_for_and_not_asked_about_again(h: RemoteWorld, said: str) -> None:
-    """The writer is done: only time, and a fence, can say more."""
-    h.dispatch()
-    if said == "quiesced":
-        h.remote.abandon(h.request)
-        h.take(FIRST, Quiesced(attempt=R, lingering=True))
-    else:
+    if said == "failed":
         failed = PrefillFailed(attempt=R, reason="a write failed", lingering=True)
         assert len(h.take(FIRST, failed)) == 1
+    else:
+        h.remote.abandon(h.request)
+        message = Quiesced(attempt=R, lingering=True)
+        assert (h.done(lingering=True) if said == "done" else h.take(FIRST, message)) == []
     assert h.freed == []
     assert not h.control.repeated
     h.tick(time.monotonic() + DRAIN_GRACE_S + 1)
     assert h.freed == [SLOTS]
 
 
-def test_a_prompt_of_which_something_lingers_lands_and_its_slots_are_fenced_before_others_get_them(
-    h: RemoteWorld,
-) -> None:
+def test_slots_of_a_prompt_that_landed_and_lingers_are_fenced(h: RemoteWorld) -> None:
     """What was cut and posted again arrived once more, after the request had ended."""
     h.dispatch()
     [landed] = h.done(lingering=True)
@@ -197,18 +163,6 @@ def test_a_prompt_of_which_something_lingers_lands_and_its_slots_are_fenced_befo
     h.wait(1)
     assert h.freed == [SLOTS]
     assert h.remote.is_idle
-
-
-def test_done_of_an_attempt_that_was_given_up_ends_the_quarantine_behind_a_fence_if_something_lingers(
-    h: RemoteWorld,
-) -> None:
-    h.dispatch()
-    h.remote.abandon(h.request)
-    assert h.done(lingering=True) == []
-    assert h.freed == []
-    assert not h.control.repeated
-    h.wait(DRAIN_GRACE_S + 1)
-    assert h.freed == [SLOTS]
 
 
 def test_the_restart_of_another_node_proves_nothing(h: RemoteWorld) -> None:
@@ -235,13 +189,13 @@ def test_every_rank_of_a_node_is_a_writer_before_slots_are_named(h: RemoteWorld)
     assert h.control.watched == {FIRST, SECOND, *RANKS}
 
 
-def test_a_request_brings_the_ranks_of_a_node_that_gateways_do_not_list_any_more(h: RemoteWorld) -> None:
+def test_a_request_brings_the_ranks_of_an_unlisted_node(h: RemoteWorld) -> None:
     ranked = h.request.generate.model_copy(update={"prefill_ranks": {"first": RANKS}})
     assert h.remote.nodes.ranks_of(FIRST, Request(ranked, GATEWAY)) == RANKS
     assert h.remote.nodes.ranks_of(SECOND, Request(ranked, GATEWAY)) == ()
 
 
-def test_a_restarted_node_whose_old_rank_lives_on_proves_nothing_of_that_rank(h: RemoteWorld) -> None:
+def test_a_restarted_node_proves_nothing_of_its_old_ranks(h: RemoteWorld) -> None:
     """An orphan would write into slots that were given away."""
     dispatch_to_a_group(h)
     h.control.heard |= {peer.boot_id: h.clock.now for peer in (FIRST, *RANKS)}

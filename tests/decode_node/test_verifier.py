@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -17,8 +18,11 @@ from transfer.planner import Int64s
 SLOTS = HostSlots((Extent(6, 2), Extent(1, 3)))
 
 
-class Memory:
-    """Two buffers of 16 items, and what an honest sender says of the five tokens at SLOTS."""
+class Verifying:
+    """Two buffers of 16 items, what an honest sender says of the five tokens at SLOTS, and a verifier of that memory.
+
+    The verifier has room for two tasks in addition to the one under way.
+    """
 
     def __init__(self) -> None:
         rng = np.random.default_rng(0)
@@ -35,8 +39,17 @@ class Memory:
             ]
         )
 
+        self.reports: queue.Queue[Verification] = queue.Queue()
+        self.verifier = Verifier(self.buffers, self.reports.put, max_waiting=2)
+
     def verification(self, epoch: int = 1) -> Verification:
         return Verification(attempt_to_fill(SLOTS, 5, epoch), None, self.checksums)
+
+    def submit(self, task: Verification) -> bool:
+        return self.verifier.submit(task)
+
+    def result(self) -> Verification:
+        return self.reports.get(timeout=10)
 
 
 class Held:
@@ -54,43 +67,36 @@ class Held:
 
 
 @pytest.fixture
-def reports() -> "queue.Queue[Verification]":
-    return queue.Queue()
+def v() -> Iterator[Verifying]:
+    made = Verifying()
+    yield made
+    made.verifier.close()
 
 
-def test_what_is_in_memory_decides(reports: "queue.Queue[Verification]") -> None:
-    memory = Memory()
-    verifier = Verifier(memory.buffers, reports.put)
-    verifier.submit(memory.verification(1))
-    assert reports.get(timeout=10).failure_reason is None
-    memory.items[1][2, 3] ^= 1
-    verifier.submit(memory.verification(2))
-    verified = reports.get(timeout=10)
+def test_what_is_in_memory_decides(v: Verifying) -> None:
+    v.submit(v.verification(1))
+    assert v.result().failure_reason is None
+    v.items[1][2, 3] ^= 1
+    v.submit(v.verification(2))
+    verified = v.result()
     assert (verified.attempt.id.epoch, verified.failure_reason) == (2, "1 of 2 checksums do not match")
     [example] = verified.examples()
-    address = memory.buffers.ptrs[1]
+    address = v.buffers.ptrs[1]
     assert example.startswith("buffer 1, positions [0, 5): ")
     assert example.endswith(f"at {address + 6 * 8:#x}+16, {address + 8:#x}+24")
-    verifier.close()
 
 
-def test_an_error_is_reported_and_costs_only_its_request(reports: "queue.Queue[Verification]") -> None:
-    memory = Memory()
-    verifier = Verifier(memory.buffers, reports.put)
+def test_an_error_is_reported_and_costs_only_its_request(v: Verifying) -> None:
     beyond = HostSlots((Extent(15, 5),))
-    verifier.submit(Verification(attempt_to_fill(beyond, 5), None, memory.checksums))
-    verifier.submit(memory.verification(2))
-    failed, fine = reports.get(timeout=10), reports.get(timeout=10)
+    v.submit(Verification(attempt_to_fill(beyond, 5), None, v.checksums))
+    v.submit(v.verification(2))
+    failed, fine = v.result(), v.result()
     assert failed.failure_reason is not None
     assert "slots 15 to 19 are not within [0, 16)" in failed.failure_reason
     assert fine.failure_reason is None
-    verifier.close()
 
 
-def test_a_result_says_which_part_it_is_about_and_parts_share_what_is_known_of_their_slots(
-    reports: "queue.Queue[Verification]", monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memory = Memory()
+def test_results_name_their_part_and_parts_share_their_slots(v: Verifying, monkeypatch: pytest.MonkeyPatch) -> None:
     expanded: list[HostSlots] = []
 
     def counted(slots: HostSlots) -> Int64s:
@@ -99,50 +105,41 @@ def test_a_result_says_which_part_it_is_about_and_parts_share_what_is_known_of_t
 
     monkeypatch.setattr(HostSlots, "slots", counted)
     attempt = attempt_to_fill(SLOTS, 5)
-    memory.items[1][2, 3] ^= 1
-    verifier = Verifier(memory.buffers, reports.put)
-    rows = list(memory.checksums.rows())
-    for part, row in ((0, rows[0]), (1, rows[1]), (None, rows[0])):
-        verifier.submit(Verification(attempt, part, Checksums.of([row])))
-    found = [reports.get(timeout=10) for _ in range(3)]
-    assert [(verified.chunk, len(verified.mismatches)) for verified in found] == [(0, 0), (1, 1), (None, 0)]
+    v.items[1][2, 3] ^= 1
+    right, wrong = v.checksums.rows()
+    for part, row in ((0, right), (1, wrong), (None, right)):
+        v.submit(Verification(attempt, part, Checksums.of([row])))
+        verified = v.result()
+        assert (verified.chunk, len(verified.mismatches)) == (part, row is wrong)
     assert expanded == [SLOTS]
-    verifier.close()
 
 
-def test_the_queue_is_bounded(reports: "queue.Queue[Verification]", monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queue_is_bounded(v: Verifying, monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held(monkeypatch)
-    memory = Memory()
-    verifier = Verifier(memory.buffers, reports.put, max_waiting=2)
-    assert verifier.submit(memory.verification(1))
+    assert v.submit(v.verification(1))
     assert held.begun.wait(10)
-    assert [verifier.submit(memory.verification(epoch)) for epoch in (2, 3, 4)] == [True, True, False]
+    assert [v.submit(v.verification(epoch)) for epoch in (2, 3, 4)] == [True, True, False]
     held.go.set()
-    assert [reports.get(timeout=10).attempt.id.epoch for _ in range(3)] == [1, 2, 3]
-    assert verifier.submit(memory.verification(5))
-    assert reports.get(timeout=10).attempt.id.epoch == 5
-    verifier.close()
+    assert [v.result().attempt.id.epoch for _ in range(3)] == [1, 2, 3]
+    assert v.submit(v.verification(5))
+    assert v.result().attempt.id.epoch == 5
 
 
-def test_after_closing_no_memory_is_read_and_nothing_reported(
-    reports: "queue.Queue[Verification]", monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_closing_no_memory_is_read_and_nothing_reported(v: Verifying, monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held(monkeypatch)
-    memory = Memory()
-    verifier = Verifier(memory.buffers, reports.put, max_waiting=2)
     for epoch in (1, 2, 3):
-        verifier.submit(memory.verification(epoch))
+        v.submit(v.verification(epoch))
         held.begun.wait(10)
-    closing = threading.Thread(target=verifier.close)
+    closing = threading.Thread(target=v.verifier.close)
     closing.start()
-    assert reports.empty()
+    assert v.reports.empty()
     closing.join(0.05)
     assert closing.is_alive(), "it waits for the one that is under way"
     held.go.set()
     closing.join(10)
     assert not closing.is_alive()
-    assert not verifier._thread.is_alive()
-    assert reports.empty()
+    assert not v.verifier._thread.is_alive()
+    assert v.reports.empty()
 
 
 def test_what_is_logged_of_many_mismatches_is_bounded() -> None:

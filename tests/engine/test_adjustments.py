@@ -54,7 +54,6 @@ def changed_alone(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_requests_of_a_batch_are_changed_as_if_alone(seed: int) -> None:
-    """Requests come, get tokens, and leave their rows to others."""
     rng = random.Random(seed)
     rows = 6
     adjustments = LogitAdjustments(rows, VOCAB, CPU)
@@ -87,17 +86,6 @@ def test_requests_of_a_batch_are_changed_as_if_alone(seed: int) -> None:
         for token, (_, _, generated) in zip(drawn, batch, strict=True):
             if token >= 0:
                 generated.append(token)
-
-
-def test_a_request_that_comes_back_has_the_counts_that_it_had() -> None:
-    sampling = Sampling(frequency_penalty=0.5, repetition_penalty=1.2)
-    logits = torch.randn(1, VOCAB)
-    stayed, back = (LogitAdjustments(2, VOCAB, CPU) for _ in range(2))
-    stayed.admit(0, sampling, [1, 2], [])
-    for token in (5, 5, 2):
-        stayed.count(torch.tensor([0]), torch.tensor([token]))
-    back.admit(1, sampling, [1, 2], [5, 5, 2])
-    assert torch.equal(stayed.apply(logits, torch.tensor([0]), []), back.apply(logits, torch.tensor([1]), []))
 
 
 @given(

@@ -79,7 +79,6 @@ def test_rows_are_as_long_as_the_sequence_with_the_token_that_is_decoded() -> No
 
 
 def test_a_started_prompt_has_its_pages_to_the_end() -> None:
-    """No two prompts can each hold half of what they need."""
     prefill = chunked(num_pages=3, page_size=4)
     a, b = job("a", 8), job("b", 8)
     prefill.add(a)
@@ -93,7 +92,6 @@ def test_a_started_prompt_has_its_pages_to_the_end() -> None:
 
 
 def test_a_forgotten_job_keeps_its_pages_until_it_is_released() -> None:
-    """A write from them may be in flight."""
     prefill = chunked()
     a = job("a", 20)
     prefill.add(a)
@@ -104,36 +102,6 @@ def test_a_forgotten_job_keeps_its_pages_until_it_is_released() -> None:
     prefill.release(a)
     prefill.release(a)
     assert prefill.pool.free_pages == 8
-
-
-# With a cache
-
-
-def test_a_job_is_computed_from_where_the_cache_ends() -> None:
-    prefill = chunked(num_pages=8, page_size=32, chunk_size=100, is_caching=True)
-    first, second = job("a", 150), job("b", 200)
-    prefill.add(first)
-    assert compute(prefill) == [(first, 0, 100)]
-    assert compute(prefill) == [(first, 100, 150)]
-    prefill.release(first)
-    prefill.add(second)
-    assert prefill.queued_tokens == 72, "known before it starts"
-    assert compute(prefill) == [(second, 128, 200)]
-    assert second.cached == 128
-
-
-def test_a_job_of_which_nothing_is_left_is_in_no_step() -> None:
-    prefill = chunked(num_pages=8, page_size=32, chunk_size=200, is_caching=True)
-    first, second = job("a", 128), job("b", 128)
-    prefill.add(first)
-    compute(prefill)
-    prefill.add(second)
-    assert prefill.start_waiting() == []
-    assert prefill.plan() is None
-    assert (second.computed, second.remaining, prefill.queued_tokens) == (128, 0, 0)
-    prefill.release(first)
-    prefill.release(second)
-    prefill.pages.check_idle()
 
 
 def test_a_started_job_uses_what_the_one_before_it_has_computed_meanwhile() -> None:
@@ -149,19 +117,7 @@ def test_a_started_job_uses_what_the_one_before_it_has_computed_meanwhile() -> N
     assert compute(prefill) == [(second, 92, 156)], "it looks for no more once it computes"
 
 
-def test_nothing_of_a_step_that_was_not_completed_is_cached() -> None:
-    prefill = chunked(num_pages=8, page_size=32, chunk_size=64, is_caching=True)
-    failing, later = job("a", 200), job("b", 200)
-    prefill.add(failing)
-    compute(prefill)
-    step = prefill.plan()
-    assert step is not None
-    prefill.release(failing)
-    prefill.add(later)
-    assert compute(prefill) == [(later, 64, 128)]
-
-
-def test_a_job_that_needs_every_token_computed_reuses_nothing_and_caches_what_it_has() -> None:
+def test_a_job_that_needs_every_token_computed_reuses_nothing() -> None:
     prefill = chunked(num_pages=8, page_size=32, chunk_size=100, is_caching=True)
     for name, prompt_logprobs in (("a", None), ("b", 0)):
         each = job(name, 100)
@@ -172,16 +128,6 @@ def test_a_job_that_needs_every_token_computed_reuses_nothing_and_caches_what_it
         prefill.release(each)
     prefill.add(other := job("c", 100))
     assert compute(prefill) == [(other, 64, 100)]
-
-
-def test_cached_pages_are_given_up_before_a_job_waits() -> None:
-    prefill = chunked(num_pages=8, page_size=32, chunk_size=256, is_caching=True)
-    for first_token in range(5):
-        each = NamedJob(torch.arange(first_token, first_token + 201), str(first_token))
-        prefill.add(each)
-        assert compute(prefill) == [(each, 0, 200)]
-        prefill.release(each)
-        assert prefill.pool.free_pages + prefill.pages.cached_pages == 8
 
 
 @given(st.lists(st.integers(1, 24), max_size=6), st.integers(1, 9), st.sampled_from([1, 3, 4]))

@@ -47,9 +47,6 @@ def insert(cache: BlockCache, names: str, first: int, salt: str = "") -> HeldBlo
     return held
 
 
-# Against the model
-
-
 @dataclass
 class _Held:
     held: HeldBlocks
@@ -154,26 +151,25 @@ def test_random_prompts_get_what_a_dictionary_says(prompts: int) -> None:
         _walk(seed)
 
 
-# By hand
-
-
-@pytest.mark.parametrize("found", [("ab", ""), ("db", ""), ("ad", ""), ("ab", "two")])
-def test_of_two_blocks_with_one_hash_the_first_is_kept(found: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("names", "salt", "hashes", "num_held", "num_present"),
+    [
+        ("ab", "", [1, 2], 2, 2),
+        ("db", "", [1, 2], 0, 0),
+        ("ad", "", [1, 2], 1, 1),
+        ("ab", "two", [1, 2], 0, 0),
+        ("cb", "", [3, 2], 1, 0),
+    ],
+)
+def test_of_two_blocks_with_one_hash_the_first_is_kept(
+    names: str, salt: str, hashes: list[int], num_held: int, num_present: int
+) -> None:
     """Equal hashes find a block only if its tokens, its parent and its salt are equal."""
     cache = new_cache()
-    hashes = np.array([1, 2], dtype=np.uint64)
-    cache.insert(tokens_of("ab"), numbered(0, 2), "", hashes)
-    names, salt = found
-    held, present = cache.insert(tokens_of(names), numbered(9, 2), salt, hashes)
-    assert present == len(held) == {"ab": 2 if not salt else 0, "db": 0, "ad": 1}[names]
+    cache.insert(tokens_of("ab"), numbered(0, 2), "", np.array([1, 2], dtype=np.uint64))
+    held, present = cache.insert(tokens_of(names), numbered(9, 2), salt, np.array(hashes, dtype=np.uint64))
+    assert (len(held), present) == (num_held, num_present)
     cache.check_integrity()
-
-
-def test_a_block_after_another_parent_is_another_block() -> None:
-    cache = new_cache()
-    cache.insert(tokens_of("ab"), numbered(0, 2), hashes=np.array([1, 2], dtype=np.uint64))
-    held, present = cache.insert(tokens_of("cb"), numbered(9, 2), hashes=np.array([3, 2], dtype=np.uint64))
-    assert (len(held), present) == (1, 0), "the hash of its second block is taken"
 
 
 def test_salts_share_nothing_and_are_forgotten_with_their_blocks() -> None:
@@ -212,7 +208,7 @@ def test_each_block_is_said_to_come_once_and_to_go_once() -> None:
     assert heard.removed_hashes == names[:0:-1]
 
 
-def test_the_newest_hashes_are_those_of_held_blocks_and_then_of_what_was_used_last() -> None:
+def test_newest_hashes_are_of_held_blocks_and_then_of_recent_ones() -> None:
     cache = new_cache()
     names = [block_hashes(tokens_of(name)).tolist() for name in ("aa", "bb", "cc")]
     cache.insert(tokens_of("aa"), numbered(0, 2))

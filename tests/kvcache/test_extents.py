@@ -1,11 +1,10 @@
 """The slot allocator: nothing is given twice, nothing is lost, extents are few."""
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.extents import Extent, HostSlots, SlotAccountingError, SlotAllocator, expand
+from kvcache.extents import Extent, SlotAccountingError, SlotAllocator, expand
 
 POOL = 48
 
@@ -82,23 +81,9 @@ def test_a_free_slot_cannot_be_released_or_retained(operation: str) -> None:
         getattr(allocator, operation)([Extent(6, 3)])
 
 
-def test_scattered_free_slots_are_taken_largest_first() -> None:
-    allocator = SlotAllocator(20)
-    allocator.allocate(20)
-    allocator.release([Extent(0, 3), Extent(5, 6), Extent(14, 4)])
-    assert allocator.allocate(9) == (Extent(5, 6), Extent(0, 3))
-
-
 def test_millions_of_slots_cost_no_loop_over_slots() -> None:
     allocator = SlotAllocator(4_000_000)
     extents = allocator.allocate(3_999_999)
     assert extents is not None
     allocator.release(extents)
     assert allocator.free == 4_000_000
-
-
-def test_host_slots_hold_positions_in_extent_order_and_join_what_continues() -> None:
-    slots = HostSlots((Extent(7, 2),)).extend([Extent(9, 1), Extent(0, 2)])
-    assert slots.extents == (Extent(7, 3), Extent(0, 2))
-    assert len(slots) == 5
-    np.testing.assert_array_equal(slots.slots(), [7, 8, 9, 0, 1])

@@ -6,11 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.format import Fp8Format, rotate
-from tests.fp8_reference import ITEM_SCALE_BITS, hadamard, nearest_e4m3, rounded
+from tests.fp8_reference import ITEM_SCALE_BITS, hadamard, rounded
 
 PUBLISHED = Fp8Format(latent_dim=512, rope_dim=64, index_dim=128)
 TINY = Fp8Format(latent_dim=48, rope_dim=16, index_dim=32)
 ODD = Fp8Format(latent_dim=260, rope_dim=2, index_dim=4)
+
+
+any_vectors = given(
+    kv_format=st.sampled_from([PUBLISHED, TINY, ODD]),
+    count=st.integers(1, 5),
+    magnitude=st.floats(-8, 8),
+    seed=st.integers(0, 999),
+)
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -32,19 +40,8 @@ def test_widths_without_a_layout_are_refused(widths: tuple[int, int, int]) -> No
         Fp8Format(*widths)
 
 
-def test_every_code_is_read_as_torch_reads_it() -> None:
-    codes = torch.arange(127, dtype=torch.uint8)
-    numbers = codes.view(torch.float8_e4m3fn).float()
-    assert torch.equal(nearest_e4m3(numbers), numbers)
-
-
 @settings(max_examples=60)
-@given(
-    kv_format=st.sampled_from([PUBLISHED, TINY, ODD]),
-    count=st.integers(1, 5),
-    magnitude=st.floats(-8, 8),
-    seed=st.integers(0, 999),
-)
+@any_vectors
 def test_items_are_read_back_as_defined(kv_format: Fp8Format, count: int, magnitude: float, seed: int) -> None:
     latents = randn(count, kv_format.latent_dim, seed=seed) * 10**magnitude
     ropes = randn(count, kv_format.rope_dim, seed=seed + 1)
@@ -64,12 +61,7 @@ def test_items_are_read_back_as_defined(kv_format: Fp8Format, count: int, magnit
 
 
 @settings(max_examples=60)
-@given(
-    kv_format=st.sampled_from([PUBLISHED, TINY, ODD]),
-    count=st.integers(1, 5),
-    magnitude=st.floats(-8, 8),
-    seed=st.integers(0, 999),
-)
+@any_vectors
 def test_index_keys_are_read_back_rotated(kv_format: Fp8Format, count: int, magnitude: float, seed: int) -> None:
     dim = kv_format.index_dim
     keys = randn(count, dim, seed=seed) * 10**magnitude
@@ -113,18 +105,12 @@ def test_zeros_are_zeros_and_what_is_not_finite_is_nan() -> None:
     assert PUBLISHED.index_keys(PUBLISHED.encode_index_keys(keys)).isnan().any()
 
 
-def test_rows_of_a_pool() -> None:
+def test_rows_of_a_pool_a_single_vector_anywhere_and_none_are_read() -> None:
     stored = TINY.encode_items(randn(9, 64))
+    items = TINY.items(stored)
     rows = torch.tensor([[3, 3, 0], [8, 1, 2]])
-    assert torch.equal(TINY.items_at(stored, rows), TINY.items(stored)[rows])
-
-
-def test_no_vectors() -> None:
+    assert torch.equal(TINY.items_at(stored, rows), items[rows])
+    assert torch.equal(TINY.items(stored[2:3]), items[2:3])
+    assert torch.equal(TINY.items(stored[2]), items[2])
     assert PUBLISHED.items(PUBLISHED.encode_items(randn(0, 576))).shape == (0, 576)
     assert PUBLISHED.index_keys(PUBLISHED.encode_index_keys(randn(0, 128))).shape == (0, 128)
-
-
-def test_a_single_vector_may_begin_anywhere() -> None:
-    stored = TINY.encode_items(randn(4, 64))
-    assert torch.equal(TINY.items(stored[2:3]), TINY.items(stored)[2:3])
-    assert torch.equal(TINY.items(stored[2]), TINY.items(stored)[2])

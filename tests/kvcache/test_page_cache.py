@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from base.block_hashes import BLOCK_TOKENS
-from kvcache.extents import SlotAccountingError
 from kvcache.page_cache import PageCache, PageLease
 from kvcache.paged_pool import PagedKVPool
 from tests.prefill_node.fakes import LAYOUT
@@ -42,23 +41,7 @@ def fill(cache: PageCache, names: str, salt: str = "") -> PageLease:
     return lease
 
 
-@pytest.mark.parametrize("page_size", [16, 32, 64])
-def test_a_prompt_shares_the_pages_of_the_whole_blocks_that_it_has_in_common(page_size: int) -> None:
-    cache = new_cache(384 // page_size, page_size)
-    first = fill(cache, "abc")
-    lease = lend(cache, tokens_of("abd", rest=7))
-    assert lease.cached == 128
-    shared = 128 // page_size
-    assert np.array_equal(lease.pages[:shared], first.pages[:shared])
-    assert not set(lease.pages[shared:]) & set(first.pages)
-    assert cache.cached_pages == 64 // page_size, "the block of c, which nobody uses"
-    cache.give_back(lease)
-    cache.check_idle()
-    cache.drop()
-    assert cache.pool.free_pages == cache.pool.num_pages
-
-
-def test_what_nobody_uses_is_given_up_for_a_prompt_and_only_as_much_as_it_lacks() -> None:
+def test_a_prompt_evicts_only_as_much_as_it_lacks() -> None:
     cache = new_cache(num_pages=12, page_size=32)
     fill(cache, "abc")
     fill(cache, "de")
@@ -83,62 +66,9 @@ def test_a_prompt_without_room_takes_and_gives_up_nothing() -> None:
     assert lend(cache, tokens_of("abcd")).cached == 128
 
 
-def test_a_prompt_that_comes_while_the_same_one_is_computed_uses_what_is_there_at_its_turn() -> None:
-    cache = new_cache()
-    first, second = lend(cache, tokens_of("ab")), lend(cache, tokens_of("abc"))
-    assert not cache.extend(second)
-    before = second.pages
-    cache.insert(first, 128)
-    assert cache.extend(second)
-    assert (second.cached, list(second.pages[:4])) == (128, list(first.pages))
-    assert list(second.pages[4:]) == list(before[4:])
-    assert list(before) != list(second.pages), "others may be reading the old list"
-    assert cache.pool.free_pages == 12 - 6
-    for lease in (first, second):
-        cache.give_back(lease)
-    cache.check_idle()
-
-
-def test_blocks_that_two_prompts_computed_are_kept_once() -> None:
-    cache = new_cache()
-    first, second = lend(cache, tokens_of("ab")), lend(cache, tokens_of("abc"))
-    cache.insert(first, 128)
-    cache.insert(second, 192)
-    cache.give_back(second)
-    assert cache.pool.free_pages == 12 - 6
-    third = lend(cache, tokens_of("abc"))
-    assert list(third.pages[:4]) == list(first.pages)
-    assert list(third.pages[4:]) == list(second.pages[4:])
-    cache.give_back(first)
-    cache.give_back(third)
-    cache.check_idle()
-
-
-def test_without_reuse_every_token_has_a_page_of_its_own() -> None:
-    cache = new_cache()
-    first = fill(cache, "ab")
-    lease = cache.lend(tokens_of("ab"), reuse=False)
-    assert lease is not None
-    assert lease.cached == 0
-    assert not set(lease.pages) & set(first.pages)
-
-
 def test_pages_that_are_no_parts_of_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match="pages of 128 tokens"):
         new_cache(page_size=128)
-
-
-def test_a_page_that_is_free_is_not_freed_again() -> None:
-    pool = PagedKVPool(LAYOUT, 4, 4, CPU)
-    pages = pool.allocate(9)
-    assert pages is not None
-    pool.free(pages)
-    assert pool.free_pages == 4
-    with pytest.raises(SlotAccountingError, match=f"slot {pages[0]} is free"):
-        pool.free(pages)
-
-
-# Against a plain dictionary
 
 
 @dataclass
@@ -249,7 +179,7 @@ class _Walk:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_no_page_is_lost_or_written_while_shared_and_a_prompt_finds_the_longest_cached_prefix(seed: int) -> None:
+def test_no_page_is_lost_or_written_while_shared(seed: int) -> None:
     walk = _Walk(seed)
     for _ in range(150):
         walk.step()

@@ -20,7 +20,6 @@ from transfer.choices import ChecksumMode, Transport
 from transfer.copy_runs import copy_runs
 from transfer.memory import BufferInfo
 from transfer.planner import NO_LIMIT, Descriptors
-from transfer.transports import NoRoute
 from transfer.writer import Outcome
 
 PAGE_SIZE, NUM_PAGES, NUM_SLOTS = 4, 600, 2600
@@ -101,10 +100,9 @@ class Sending:
         self.channels: dict[str, LateChannel] = {}
         self.transport = transport
         self.silence = 0.0
-        self.unreachable = False
         self.reports: queue.SimpleQueue[TransferReport] = queue.SimpleQueue()
         self.registered: list[BufferInfo] = []
-        self.connecting_is_broken = False
+        self.connecting_error: Exception | None = None
         self.registering_is_broken = False
         self.reading = Reading(source, LAYER_OF_BUFFER, PAGE_SIZE, checksums)
         rings = SendRings(pin=device.type == "cuda", register=self._register)
@@ -128,10 +126,8 @@ class Sending:
         self.registered.append(buffers)
 
     def _connect(self, destination: Destination) -> LateChannel:
-        if self.unreachable:
-            raise NoRoute("no route: shm here, tcp at the decode node")
-        if self.connecting_is_broken:
-            raise RuntimeError("a bug in connect")
+        if self.connecting_error is not None:
+            raise self.connecting_error
         boot = threading.current_thread().name.removeprefix("send-").removesuffix(":1")
         return self.channel(boot)
 

@@ -1,17 +1,17 @@
 """A forward pass begins while layers of its prefix are still being fetched, and counts only if all of them come."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from control.messages import AttemptId, FetchDone, PrefillFailed, Quiesced
+from control.messages import AttemptId, FetchDone, Quiesced
 from prefill_node import prefixes
 from prefill_node.arrival import AllJobsVoid, AwaitedPrefixes, PrefixArrival, arrives_in_time
 from prefill_node.costs import ComputeCost
 from prefill_node.orders import LayersRead
+from tests.prefill_node.fetching import FIRST, PREFIX, SENT_TO, Fetching
 from tests.prefill_node.sending import LateChannel, LateCopy
-from tests.prefill_node.test_fetch import FIRST, PREFIX, SENT_TO, Fetching
 from tests.prefill_node.world import TOKEN_BYTES
 from transfer.planner import Descriptors
 from transfer.writer import Outcome
@@ -74,9 +74,7 @@ class Arriving(Fetching):
         self.turn_until(layers_came)
 
     def compute_another(self) -> None:
-        """A prompt of 40 tokens that shares nothing."""
-        other = self.ask([9] * 40, 0, ((800, 40),))
-        self.done(other)
+        self.done(other := self.ask_another())
         self.release(other)
 
     def check_sent_once(self, attempt: AttemptId) -> None:
@@ -99,7 +97,7 @@ def node() -> Iterator[Arriving]:
     node.close()
 
 
-def test_a_pass_begins_when_the_first_layer_is_there_and_nothing_is_sent_before_the_last(node: Arriving) -> None:
+def test_a_pass_begins_with_the_first_layer_and_sends_after_the_last(node: Arriving) -> None:
     attempt = node.ask_and_grant()
     node.until_in_a_pass()
     assert node.model.computed == [[(128, 160)]]
@@ -114,9 +112,7 @@ def test_a_pass_begins_when_the_first_layer_is_there_and_nothing_is_sent_before_
 
 
 @pytest.mark.parametrize(("spoilt_layer", "failure"), [(1, "checksum"), (None, "read")])
-def test_a_layer_that_does_not_come_makes_the_pass_void_and_the_prompt_is_computed_once(
-    node: Arriving, spoilt_layer: int | None, failure: str
-) -> None:
+def test_a_layer_that_does_not_come_makes_the_pass_void(node: Arriving, spoilt_layer: int | None, failure: str) -> None:
     if failure == "read":
         node.reads.outcomes = [*[Outcome.LANDED] * LAYER_0, Outcome.FAILED]
     attempt = node.ask_and_grant() if spoilt_layer is None else node.ask_and_spoil(spoilt_layer)
@@ -132,9 +128,7 @@ def test_a_layer_that_does_not_come_makes_the_pass_void_and_the_prompt_is_comput
     assert node.metric("prefix_fetched_tokens_total") == 0
 
 
-def test_a_prefix_that_stalls_costs_others_a_moment_and_is_used_when_it_comes(
-    node: Arriving, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefix_that_stalls_is_used_when_it_comes(node: Arriving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefixes, "pass_patience", lambda _: 0.05)
     attempt = node.ask_and_grant()
     node.until_in_a_pass()
@@ -154,8 +148,8 @@ def test_a_prompt_that_shares_a_void_pass_is_computed_there(node: Arriving, monk
     node.model.before_pass = lambda: node.hold.wait(10)
     held_up = node.ask([8] * 20, 0, ((900, 20),))
     node.turn_until(lambda: node.planner.progress(()).current_pass is not None)
-    node.planner.fetch_answered(node.grant(asked))
-    other = node.ask([9] * 40, 0, ((800, 40),))
+    node.answer(asked)
+    other = node.ask_another()
     node.until_layers_came(asked.attempt)
     node.hold.set()
     node.done(held_up)
@@ -181,28 +175,16 @@ def test_a_slow_link_keeps_its_prompt_out_of_passes(node: Arriving, monkeypatch:
     assert node.model.computed[2] == [(128, 160)]
 
 
-def give_up(node: Arriving, attempt: AttemptId) -> None:
-    node.stop(attempt)
-
-
-def fail(node: Arriving, attempt: AttemptId) -> None:
-    node.stop(attempt, "the decode node is gone")
-
-
-@pytest.mark.parametrize("stop", [give_up, fail])
-def test_an_attempt_that_is_stopped_frees_the_pass_at_once_and_its_pages_when_nothing_is_read(
-    node: Arriving, stop: Callable[[Arriving, AttemptId], None]
-) -> None:
+def test_a_stopped_attempt_frees_the_pass_at_once_and_its_pages_later(node: Arriving) -> None:
     attempt = node.ask_and_grant()
     node.until_in_a_pass()
-    stop(node, attempt)
+    node.stop(attempt)
     node.compute_another()
     assert node.metric("prefill_pages", state="used") > 0
     assert not node.told(Quiesced), "it is being read"
     node.gated.gate.set()
     node.turn_until(lambda: attempt not in node.held)
-    said = node.until(Quiesced if stop is give_up else PrefillFailed, attempt)
-    assert not getattr(said, "in_flight", False)
+    node.until(Quiesced, attempt)
     assert not node.told(FetchDone)
     assert node.metric("prompt_tokens_total") == 40
 
@@ -213,9 +195,6 @@ def test_a_node_that_closes_waits_for_no_prefix() -> None:
     node.until_in_a_pass()
     node.close()
     node.gated.gate.set()
-
-
-# --- what a pass waits for ---
 
 
 def arrival() -> PrefixArrival:

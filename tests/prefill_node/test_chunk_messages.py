@@ -14,7 +14,7 @@ def chunk_done(number: int, start: int, stop: int) -> ChunkDone:
     return ChunkDone(attempt=R, number=number, checksums=Checksums.of([checksum_of(start, stop)]))
 
 
-def test_the_checksums_of_a_chunk_are_told_when_it_has_landed_and_those_of_the_last_in_the_end() -> None:
+def test_the_checksums_of_a_chunk_are_told_when_it_has_landed() -> None:
     h = World()
     h.receive(request(token_ids=tuple(range(14)), extents=((0, 14),)))
     h.start()
@@ -38,18 +38,6 @@ def test_the_checksums_of_a_chunk_are_told_when_it_has_landed_and_those_of_the_l
     assert not h.control.repeated
 
 
-def test_a_chunk_that_lands_after_the_last_is_told_by_itself_too() -> None:
-    h = World.sending()
-    h.writes.reverse()
-    h.sent(checksums=True)
-    assert not h.control.repeated
-    h.sent(checksums=True)
-    (_, first), (_, done) = h.control.repeated.values()
-    assert first == chunk_done(0, 0, 6)
-    assert isinstance(done, PrefillDone)
-    assert (done.chunks, list(done.checksums.rows())) == (1, [checksum_of(6, 10)])
-
-
 def positions_of(*messages: Message) -> list[int]:
     """The positions whose log probabilities these messages bring."""
     told = [
@@ -62,7 +50,7 @@ def positions_of(*messages: Message) -> list[int]:
 
 
 @pytest.mark.parametrize("checksums", [True, False])
-def test_log_probabilities_are_told_once_by_the_first_message_after_they_were_computed(checksums: bool) -> None:
+def test_log_probabilities_are_told_once_by_the_next_message(checksums: bool) -> None:
     h = World()
     h.receive(request(token_ids=tuple(range(14)), extents=((0, 14),), prompt_logprobs=2, last_token_id=77))
     h.start()
@@ -111,18 +99,8 @@ def test_more_log_probabilities_than_a_message_should_have_are_refused() -> None
     assert "token id 100" in str(offer.rejection_reason(few.model_copy(update={"last_token_id": 100})))
 
 
-def test_without_checksums_no_chunk_is_told_of() -> None:
-    h = World.sending()
-    h.sent()
-    assert not h.control.repeated
-    h.sent()
-    done = h.only(PrefillDone)
-    assert (done.chunks, len(done.checksums)) == (0, 0)
-
-
 @pytest.mark.parametrize("end", ["admitted", "aborted", "failed"])
 def test_an_entry_that_ends_says_nothing_of_its_chunks_any_more(end: str) -> None:
-    """The decode node need not have answered: all of it was in vain, or has arrived."""
     h = World.sending()
     h.sent(checksums=True)
     assert len(h.control.repeated) == 1
@@ -132,21 +110,13 @@ def test_an_entry_that_ends_says_nothing_of_its_chunks_any_more(end: str) -> Non
             h.receive(Admitted(attempt=R))
         case "aborted":
             h.receive(Abort(attempt=R))
-            h.sent(error="aborted")
+            h.sent(checksums=True)
+            assert h.control.take(Quiesced) == [Quiesced(attempt=R)], "and nothing of what landed after the abort"
         case "failed":
             h.sent(error="the peer is gone")
     assert len(h.held) == 0
     assert not h.control.repeated
     h.receive(ChunkTaken(attempt=R, number=0))
-
-
-def test_a_chunk_that_lands_after_an_abort_is_not_told_of() -> None:
-    h = World.sending()
-    h.receive(Abort(attempt=R))
-    h.sent(checksums=True)
-    assert not h.control.repeated
-    h.sent(error="aborted")
-    assert h.control.take(Quiesced) == [Quiesced(attempt=R)]
 
 
 def test_only_its_own_decode_node_answers_for_a_chunk() -> None:

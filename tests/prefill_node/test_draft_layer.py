@@ -21,7 +21,7 @@ from prefill_node.offer import Offer
 from service.checkpoint import identity_of
 from tests.identity import IDENTITY
 from tests.prefill_node.sending import CPU
-from tests.prefill_node.test_fetch import FIRST, LENT, PREFIX, SENT_TO, Fetching
+from tests.prefill_node.fetching import FIRST, LENT, PREFIX, SENT_TO, Fetching
 from tests.prefill_node.world import LiveWorld, ThreadExchange, live, request
 from transfer.planner import expand_extents
 

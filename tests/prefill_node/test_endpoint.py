@@ -10,13 +10,7 @@ from control.messages import (
     Abort,
     Admitted,
     AttemptId,
-    Destination,
-    FetchDone,
-    FetchGrant,
-    FetchRefused,
-    FetchRequest,
     Holding,
-    Message,
     NotHeld,
     Peer,
     PrefillAccepted,
@@ -31,8 +25,8 @@ from prefill_node.offer import Offer
 from prefill_node.planner import MAX_DECODE_NODES
 from tests.identity import IDENTITY
 from tests.prefill_node.fakes import FakeControl
-from tests.prefill_node.world import BUFFERS, DECODE, TCP, R, World, request
-from transfer.memory import BufferInfo, Checksums, Session
+from tests.prefill_node.world import DECODE, R, World, destination, request
+from transfer.memory import BufferInfo, Session
 
 
 def test_done_is_said_after_the_last_write_and_repeated_until_admitted() -> None:
@@ -43,7 +37,8 @@ def test_done_is_said_after_the_last_write_and_repeated_until_admitted() -> None
     [(peer, done)] = h.control.repeated.values()
     assert peer == DECODE
     assert isinstance(done, PrefillDone)
-    assert (done.num_tokens, done.transferred_bytes) == (10, 20)
+    assert (done.num_tokens, done.transferred_bytes, done.lingering) == (10, 20, False)
+    assert (done.chunks, len(done.checksums)) == (0, 0), "without checksums no chunk is told of"
     assert h.free_pages == 5, "pages are kept until the decode node has admitted the request"
     h.receive(Admitted(attempt=R))
     assert not h.control.repeated
@@ -71,7 +66,7 @@ def test_quiesced_is_said_only_when_no_write_is_in_flight() -> None:
     assert h.free_pages == 8
 
 
-def test_an_abort_is_answered_again_and_a_late_repeat_of_its_request_is_not_started() -> None:
+def test_a_late_repeat_of_an_aborted_request_is_not_started() -> None:
     h = World()
     for _ in range(2):
         h.receive(Abort(attempt=R))
@@ -79,13 +74,8 @@ def test_an_abort_is_answered_again_and_a_late_repeat_of_its_request_is_not_star
     h.receive(request())
     assert h.control.take(Quiesced) == [Quiesced(attempt=R)]
     assert h.planner.queued_tokens == 0
-
-
-def test_the_next_epoch_is_another_request() -> None:
-    h = World()
-    h.receive(Abort(attempt=R))
     h.receive(request(attempt=R._replace(epoch=2)))
-    assert h.planner.queued_tokens == 10
+    assert h.planner.queued_tokens == 10, "the next epoch is another request"
 
 
 def test_a_request_that_moved_to_another_decode_node_is_another_one() -> None:
@@ -102,11 +92,13 @@ def test_a_request_that_moved_to_another_decode_node_is_another_one() -> None:
     assert not h.is_cancelled(h.writes[0]), "the first one's own affair"
     h.receive(Holding(attempts=(theirs,)), sender=second)
     assert h.control.sent.pop() == (second, NotHeld(attempts=(theirs,)))
-    h.receive(Holding(attempts=(R,)))
-    assert h.control.sent.pop() == (DECODE, Progress(computed=((R, 6),)))
+    h.control.sent.clear()
+    h.receive(Holding(attempts=(R, AttemptId("decode", "other", 3))))
+    assert h.control.take(NotHeld) == [NotHeld(attempts=(AttemptId("decode", "other", 3),))]
+    assert h.control.take(Progress) == [Progress(computed=((R, 6),))]
 
 
-def test_an_abort_is_heard_while_a_chunk_computes_and_answered_when_nothing_writes_its_pages() -> None:
+def test_an_abort_during_a_step_is_answered_when_the_step_ends() -> None:
     h = World()
     h.receive(request())
     h.start()
@@ -120,16 +112,6 @@ def test_an_abort_is_heard_while_a_chunk_computes_and_answered_when_nothing_writ
     assert h.free_pages == 8
     h.start()
     assert h.step is None
-
-
-def test_done_is_said_also_when_the_last_write_ends_before_the_pass_does() -> None:
-    h = World()
-    h.receive(request(token_ids=(1, 2), extents=((0, 2),)))
-    h.start()
-    h.sent()
-    assert not h.control.repeated
-    h.finish()
-    h.only(PrefillDone)
 
 
 def test_a_transfer_that_takes_too_long_is_given_up() -> None:
@@ -159,15 +141,6 @@ def test_more_decode_nodes_than_there_may_be_threads_are_refused_by_name() -> No
     assert "as many decode nodes as it can" in failed.reason
 
 
-def test_what_is_not_held_is_said() -> None:
-    h = World()
-    h.receive(request())
-    other = AttemptId("decode", "other", 3)
-    h.receive(Holding(attempts=(R, other)))
-    assert h.control.take(NotHeld) == [NotHeld(attempts=(other,))]
-    assert h.control.take(Progress) == [Progress(computed=((R, 0),))]
-
-
 def test_a_node_says_how_far_it_is_and_which_pass_computes() -> None:
     """Of a device that hangs, the number stays as it is."""
     h = World()
@@ -191,17 +164,11 @@ def test_a_node_says_how_far_it_is_and_which_pass_computes() -> None:
     assert len(h.held) == 1, "it is being sent"
 
 
-def test_a_decode_node_is_asked_for_signs_of_life_as_soon_as_it_asks_for_a_prefill() -> None:
-    """Its first layer would wait for the lease."""
-    h = World()
-    h.receive(request())
-    assert h.control.watched == {DECODE}
-
-
 def test_a_silent_decode_node_is_given_up_and_that_is_said_once() -> None:
     h = World()
     h.control.heard[DECODE.boot_id] = now = time.monotonic()
     h.receive(request())
+    assert h.control.watched == {DECODE}, "at once: its first layer would wait for the lease"
     h.start()
     h.housekeep(now + 9)
     assert not h.is_cancelled(h.writes[0])
@@ -212,12 +179,10 @@ def test_a_silent_decode_node_is_given_up_and_that_is_said_once() -> None:
     assert h.is_cancelled(h.writes[0])
 
 
-def test_nothing_is_written_to_pools_that_a_decode_process_did_not_offer_before() -> None:
+def test_nothing_is_written_to_pools_that_were_not_offered_before() -> None:
     h = World()
     h.receive(request())
-    elsewhere = Destination(
-        identity=IDENTITY, buffers=BUFFERS, sessions=(Session(transport="tcp", name="another-host:1"),)
-    )
+    elsewhere = destination(sessions=(Session(transport="tcp", name="another-host:1"),))
     h.receive(request(attempt=R._replace(request_id="other"), destination=elsewhere))
     [failed] = h.control.take(PrefillFailed)
     assert "offered another destination before: sessions changed" in failed.reason
@@ -233,31 +198,15 @@ def test_nothing_is_written_to_pools_that_a_decode_process_did_not_offer_before(
         ({"token_ids": (1,) * 33, "extents": ((0, 33),)}, "prompt of 33 tokens; this node takes up to 32"),
         ({"token_ids": (100,)}, "token id 100 is outside the vocabulary of 100"),
         (
-            {
-                "destination": Destination(
-                    sessions=TCP,
-                    identity=IDENTITY.model_copy(update={"dtype": "bfloat16"}),
-                    buffers=BUFFERS,
-                )
-            },
+            {"destination": destination(identity=IDENTITY.model_copy(update={"dtype": "bfloat16"}))},
             "dtype float32 != bfloat16",
         ),
         (
-            {
-                "destination": Destination(
-                    sessions=(Session(transport="rdma", name="a:1"),), identity=IDENTITY, buffers=BUFFERS
-                )
-            },
+            {"destination": destination(sessions=(Session(transport="rdma", name="a:1"),))},
             "no transport in common: tcp here, rdma at the decode node",
         ),
         (
-            {
-                "destination": Destination(
-                    sessions=TCP,
-                    identity=IDENTITY,
-                    buffers=BufferInfo(ptrs=(1,), lengths=(160,), item_lengths=(16,)),
-                )
-            },
+            {"destination": destination(buffers=BufferInfo(ptrs=(1,), lengths=(160,), item_lengths=(16,)))},
             "destination item lengths",
         ),
     ],
@@ -302,8 +251,7 @@ def test_prompt_tokens_wait_until_they_are_computed() -> None:
     assert waiting() == 0
 
 
-def test_an_abort_that_comes_twice_before_the_first_is_answered_ends_nothing_else() -> None:
-    """Both were in the mailbox when the node went on after a stop; the process ended."""
+def test_two_aborts_before_the_first_answer_end_nothing_else() -> None:
     h = World()
     h.receive(request())
     for _ in range(2):
@@ -318,7 +266,6 @@ def test_an_abort_that_comes_twice_before_the_first_is_answered_ends_nothing_els
 
 
 def test_transfer_seconds_are_those_in_which_something_was_being_written() -> None:
-    """Chunks overlap, and wait for layers and for leave to write."""
     h = World.sending()
     h.sent(posted_at=100.0, ended_at=110.0, waited=2.0)
     h.sent(posted_at=109.0, ended_at=115.0, waited=1.0)
@@ -352,49 +299,16 @@ def test_what_landed_is_not_computed_again() -> None:
         attempt.move(HeldState.SENT)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        FetchGrant(attempt=R, start=0, stop=64, extents=((0, 64),), checksums=Checksums()),
-        FetchRefused(attempt=R, reason="it is not here"),
-        Abort(attempt=R),
-        FetchDone(attempt=R),
-    ],
-)
-def test_a_node_asks_for_a_prefix_until_it_is_answered_or_does_not_want_it(answer: Message) -> None:
-    h = World()
-    answers: list[Message] = []
-    h.planner.fetch_answered = answers.append  # type: ignore[assignment,method-assign]
-    h.receive(request())
-    asked = FetchRequest(attempt=R, start=0, stop=64)
-    h.planner._updates.append(asked)
-    h.tell()
-    assert h.control.repeated["fetch", R] == (DECODE, asked)
-    if isinstance(answer, FetchDone):
-        h.planner._updates.append(answer)
-        h.tell()
-        assert h.control.take(FetchDone) == [answer]
-    else:
-        h.receive(answer, sender=DECODE.model_copy(update={"boot_id": "another"}))
-        assert ("fetch", R) in h.control.repeated
-        h.receive(answer)
-    assert ("fetch", R) not in h.control.repeated
-    assert answers == ([answer] if isinstance(answer, FetchGrant | FetchRefused) else [])
-
-
 def test_a_node_refuses_slots_that_are_not_reserved_for_all_of_its_ranks() -> None:
     """A rank that the decode node does not know could write to them when they have been given away."""
     offer = Offer(IDENTITY, ("tcp",), max_tokens=32, vocab_size=100, ranks=("b", "c"))
     assert offer.rejection_reason(request(ranks=("c", "b"))) is None
-    assert (
-        offer.rejection_reason(request(ranks=("b", "other"))) == "the slots are not reserved for ranks c of this node"
-    )
-    assert offer.rejection_reason(request(ranks=())) == "the slots are not reserved for ranks b, c of this node"
+    for ranks, missing in ((("b", "other"), "c"), ((), "b, c")):
+        found = offer.rejection_reason(request(ranks=ranks))
+        assert found == f"the slots are not reserved for ranks {missing} of this node"
 
 
-def test_a_decode_node_is_watched_for_a_minute_after_the_last_thing_that_it_had_here(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_decode_node_is_watched_for_a_minute_after_its_last_request(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (Peer(role="decode", address=f"127.0.0.1:{port}", boot_id=f"{port}") for port in (1, 2))
     now = 1000.0
     monkeypatch.setattr("prefill_node.lanes.time.monotonic", lambda: now)

@@ -11,10 +11,12 @@ from service.lifecycle import Lifecycle
 from tests.prefill_node.world import R, World, request
 
 
-def test_a_node_that_drains_hands_back_what_it_has_not_begun_and_finishes_the_rest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture(autouse=True)
+def no_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "_FAREWELL_S", 0.0)
+
+
+def test_a_node_that_drains_hands_back_what_it_has_not_begun() -> None:
     h = World()
     h.receive(request())
     h.receive(request(attempt=R._replace(request_id="waits")))
@@ -42,10 +44,7 @@ def test_a_node_that_drains_hands_back_what_it_has_not_begun_and_finishes_the_re
     assert h.free_pages == 8
 
 
-def test_a_node_that_ends_hands_everything_back_as_soon_as_its_writes_have_drained(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(endpoint, "_FAREWELL_S", 0.0)
+def test_a_node_that_ends_hands_everything_back_after_its_writes() -> None:
     h = World()
     h.receive(request())
     h.compute()
@@ -76,8 +75,7 @@ def test_a_node_with_nothing_to_do_refuses_for_a_while_before_it_leaves(
     assert failed.leaving
 
 
-def test_what_has_not_ended_by_the_drain_timeout_is_handed_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "_FAREWELL_S", 0.0)
+def test_what_has_not_ended_by_the_drain_timeout_is_handed_back() -> None:
     h = World()
     h.receive(request())
     h.compute()

@@ -1,12 +1,15 @@
 """What is told of writes that failed, may arrive later, or may never have ended."""
 
+import pytest
+
 from control.messages import Abort, Admitted, Holding, NotHeld, PrefillDone, PrefillFailed, Quiesced
 from tests.prefill_node.world import R, World, request
 
 
-def test_a_failed_write_ends_the_request_after_the_rest_has_drained() -> None:
+@pytest.mark.parametrize("lingering", [False, True])
+def test_a_failed_write_ends_the_request_after_the_rest_has_drained(lingering: bool) -> None:
     h = World.sending()
-    h.sent(error="the peer is gone")
+    h.sent(error="the peer is gone", lingering=lingering)
     early = h.only(PrefillFailed)
     assert early.in_flight, "the decode node need not wait to look elsewhere, but the slots are not quiet"
     assert h.control.take(PrefillFailed) == []
@@ -15,11 +18,11 @@ def test_a_failed_write_ends_the_request_after_the_rest_has_drained() -> None:
     assert not h.control.repeated
     [failed] = h.control.take(PrefillFailed)
     assert "the peer is gone" in failed.reason
-    assert not failed.in_flight
+    assert (failed.in_flight, failed.lingering) == (False, lingering)
     assert h.free_pages == 8
 
 
-def test_that_a_failed_write_may_linger_is_said_whenever_it_is_said_to_be_over() -> None:
+def test_that_a_failed_write_may_linger_is_said_with_every_answer() -> None:
     h = World.sending()
     h.sent(error="the transport gave a write up", lingering=True)
     early = h.only(PrefillFailed)
@@ -35,15 +38,7 @@ def test_that_a_failed_write_may_linger_is_said_whenever_it_is_said_to_be_over()
     assert h.free_pages == 8, "the network needs no pages"
 
 
-def test_an_attempt_that_failed_without_an_abort_says_that_it_may_linger() -> None:
-    h = World()
-    h.receive(request(token_ids=(1, 2), extents=((0, 2),)))
-    h.compute()
-    h.sent(error="the connection was lost", lingering=True)
-    assert [failed.lingering for failed in h.control.take(PrefillFailed)] == [True]
-
-
-def test_an_attempt_with_a_write_of_which_nobody_knows_the_end_keeps_its_pages_and_is_never_called_quiet() -> None:
+def test_an_attempt_with_a_write_of_unknown_end_is_never_called_quiet() -> None:
     """Not even behind a fence: Mooncake may have it queued, and send it over a connection that does not exist yet."""
     h = World.sending()
     free = h.free_pages
@@ -59,7 +54,7 @@ def test_an_attempt_with_a_write_of_which_nobody_knows_the_end_keeps_its_pages_a
     assert list(h.held) == [R]
 
 
-def test_that_something_lingers_of_a_prompt_that_landed_is_said_when_it_is_done_and_ever_after() -> None:
+def test_that_a_prompt_that_landed_lingers_is_said_with_every_answer() -> None:
     """A chunk was cut and posted again: the decode node must not give the slots away before it has fenced them."""
     h = World.sending()
     h.sent(lingering=True)
@@ -69,11 +64,3 @@ def test_that_something_lingers_of_a_prompt_that_landed_is_said_when_it_is_done_
     h.receive(Admitted(attempt=R))
     h.receive(Abort(attempt=R))
     assert h.control.take(Quiesced) == [Quiesced(attempt=R, lingering=True)]
-
-
-def test_nothing_lingers_of_a_prompt_of_which_nothing_was_cut() -> None:
-    h = World.sending()
-    h.sent()
-    h.sent()
-    done = h.only(PrefillDone)
-    assert not done.lingering

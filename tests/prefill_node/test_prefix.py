@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import pytest
 
 from control.messages import Peer, PrefillFailed, Quiesced
-from prefill_node.attempt import HeldState
 from tests.prefill_node.world import LiveWorld, live, new_cache
 
 FIRST = [(7 * i + i // 10) % 100 for i in range(160)]
@@ -29,7 +28,6 @@ def node() -> Iterator[LiveWorld]:
 @pytest.mark.parametrize("page_size", [16, 64, 128])
 @pytest.mark.parametrize("chunk_size", [24, 512])
 def test_what_is_cached_is_sent_and_not_computed(page_size: int, chunk_size: int) -> None:
-    """Prompts that share 0 to all of their tokens, with starts before, at and behind what is cached."""
     node = LiveWorld(new_cache(1024 // page_size, page_size), chunk_size)
     node.run(FIRST[:128])
     computed, cached_tokens = 128, 0
@@ -121,8 +119,7 @@ def test_nothing_of_a_pass_that_failed_is_cached() -> None:
     node.close()
 
 
-def test_a_node_that_has_room_for_one_prompt_gives_up_what_it_cached_for_the_next() -> None:
-    """Prompts of three families, one after another and several at once, aborted and not."""
+def test_a_node_with_room_for_one_prompt_gives_up_what_it_cached() -> None:
     rng = random.Random(5)
     node = LiveWorld(new_cache(num_pages=18, page_size=16), chunk_size=40)
     for _ in range(40):
@@ -144,21 +141,6 @@ def test_a_node_that_has_room_for_one_prompt_gives_up_what_it_cached_for_the_nex
     node.close()
 
 
-def test_a_prompt_cached_whole_and_stopped_goes_through_the_same_states(node: LiveWorld) -> None:
-    node.run(FIRST[:128])
-    node.channel.hold = node.hold
-    attempt = node.ask(FIRST[:128])
-    node.tell()
-    [job] = node.held.values()
-    assert job.state is HeldState.SENDING
-    assert node.planner.progress((attempt,)).computed == ((attempt, 128),)
-    assert node.stop(attempt)
-    assert node.metric("prefill_pages", state="used") == 8, "they may be read"
-    node.hold.set()
-    node.until(Quiesced, attempt)
-    assert node.metric("prefill_pages", state="used") == 0
-
-
 @pytest.mark.parametrize("start", [0, 1, 31, 32, 33, 64, 95, 96, 99])
 def test_positions_from_the_start_on_are_sent_and_all_are_computed(node: LiveWorld, start: int) -> None:
     """Also where whole chunks of 32 lie before it: they send nothing, and nothing is said of them."""
@@ -166,13 +148,3 @@ def test_positions_from_the_start_on_are_sent_and_all_are_computed(node: LiveWor
     assert node.model.tokens == 100
     assert done.chunks == 3 - min(start, 96) // 32
     node.cache.check_idle()
-
-
-def test_a_request_stopped_while_nothing_is_sent_ends_with_its_pass(node: LiveWorld) -> None:
-    attempt = node.ask(FIRST[:100], start=99)
-    node.tell()
-    assert node.held[attempt].has_begun
-    assert node.stop(attempt)
-    node.until(Quiesced, attempt)
-    assert node.pool.free_pages == node.pool.num_pages
-    assert not node.channel.posted

@@ -77,7 +77,6 @@ def test_done_is_said_with_what_all_ranks_have_sent_when_all_have_said_so(h: Wor
 
 
 def test_an_abort_goes_to_all_ranks_and_quiesced_waits_for_all(h: World) -> None:
-    """A late write of any rank would corrupt another request."""
     h.receive(request())
     h.compute()
     h.receive(Abort(attempt=R))
@@ -135,7 +134,6 @@ def test_a_rank_that_has_ended_is_never_said_to_be_quiet_and_ends_the_node(h: Wo
 
 
 def test_a_step_that_rank_0_cannot_compute_ends_the_node_once(h: World) -> None:
-    """The collectives of the others wait for it."""
     h.receive(request())
     h.start()
     with pytest.raises(GroupFailed, match="rank 0 failed in step 1: prefill failed: out of memory"):
@@ -269,9 +267,3 @@ def test_a_rank_that_fails_in_a_step_ends_the_group() -> None:
     rank.report(StepEnded(2, "prefill failed: out of memory"))
     with pytest.raises(GroupFailed, match="rank 1 failed in step 1: prefill failed: out of memory"):
         rank.turn()
-
-
-def test_a_line_that_brings_something_else_fails() -> None:
-    rank = Rank()
-    rank.line._connection.send(b"something else")
-    assert "the line to rank 0 failed: " in rank.failures.get(timeout=10)

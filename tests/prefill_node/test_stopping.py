@@ -117,52 +117,6 @@ class Stopping(World):
         self.cache.check_integrity()
 
 
-@pytest.fixture
-def node() -> Stopping:
-    return Stopping()
-
-
-@pytest.mark.parametrize("length", [128, 150])
-def test_an_attempt_is_stopped_after_it_has_found_a_cached_prefix(node: Stopping, length: int) -> None:
-    fetching, waiting = node.ask(TOKENS[:length], 127), node.ask(TOKENS[:length], 127)
-    node.tell()
-    caching = node.ask(TOKENS[:128])
-    for _ in range(2):
-        node.tell()
-        node.end_step()
-    node.planner.stop(node.held[fetching])
-    assert node.held[waiting].computed == 128, "it has found the prefix"
-    node.planner.stop(node.held[waiting])
-    node.tell()
-    node.run_out()
-    assert node.ends(fetching) == node.ends(waiting) == [Quiesced]
-    assert node.ends(caching) == [PrefillDone]
-
-
-def test_a_prompt_that_finds_all_of_itself_in_two_parts_is_sent_once(node: Stopping) -> None:
-    fetching, waiting = node.ask(TOKENS[:128], 100), node.ask(TOKENS[:128], 100)
-    node.tell()
-    node.ask(TOKENS[:128])
-    node.tell()
-    node.end_step()
-    node.planner.stop(node.held[fetching])
-    assert node.held[waiting].computed == 64
-    node.end_step()
-    node.run_out()
-    assert node.ends(waiting) == [PrefillDone]
-
-
-@pytest.mark.parametrize("reason", [None, "the decode node is gone"])
-def test_an_attempt_that_was_stopped_ends_with_a_step_that_fails(node: Stopping, reason: str | None) -> None:
-    attempt = node.ask(TOKENS[:100], start=63)
-    node.prefill.chunk_size = 60  # of which nothing is sent
-    node.tell()
-    node.planner.stop(node.held[attempt], reason)
-    node.end_step("out of memory")
-    assert node.ends(attempt) == [Quiesced if reason is None else Failed]
-    node.run_out()
-
-
 class Walk:
     """Attempts that share prefixes wait, fetch, join steps and send, in a random order of events."""
 
@@ -198,7 +152,14 @@ class Walk:
         if pick.random() < 0.7:
             node.tell()
             assert all(each.in_flight or each.state is not HeldState.STOPPING for each in node.held.values())
+            self._check_quiet()
         node.cache.check_integrity()
+
+    def _check_quiet(self) -> None:
+        """Nothing is written or read for an attempt that is said to have ended."""
+        node = self.node
+        blocks = [block.attempt for worker in node.workers for block in (*worker.writes, *worker.reads)]
+        assert not any(node.ends(attempt) in ([Quiesced], [Failed]) for attempt in blocks)
 
     def _error(self) -> str | None:
         return "it failed" if self._rng.random() < 0.15 else None

@@ -76,12 +76,17 @@ TOKEN_BYTES = LAYOUT.token_bytes
 UpdateT = TypeVar("UpdateT", bound=Message)
 
 
+def destination(**changes: Any) -> Destination:
+    fields: dict[str, Any] = {"identity": IDENTITY, "buffers": BUFFERS, "sessions": TCP}
+    return Destination(**{**fields, **changes})
+
+
 def request(**changes: Any) -> PrefillRequest:
     fields: dict[str, Any] = {
         "attempt": R,
         "token_ids": tuple(range(10)),
         "last_token_id": 10,
-        "destination": Destination(identity=IDENTITY, buffers=BUFFERS, sessions=TCP),
+        "destination": destination(),
         "extents": ((0, 10),),
         "hisparse": True,
     }
@@ -391,7 +396,7 @@ class Slots:
     def __init__(self, layout: KVLayout, identity: ModelIdentity) -> None:
         sizes = [buffer.position_bytes for buffer in layout.buffers]
         self.layers = [torch.full((NUM_SLOTS, size), UNTOUCHED, dtype=torch.uint8) for size in sizes]
-        self.destination = Destination(identity=identity, buffers=buffer_info(self.layers), sessions=TCP)
+        self.destination = destination(identity=identity, buffers=buffer_info(self.layers))
 
     def wipe(self) -> None:
         for layer in self.layers:

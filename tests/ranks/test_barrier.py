@@ -51,12 +51,6 @@ def test_the_largest_post_of_a_round_is_told_once_all_ranks_have_posted(status: 
         assert [status.posted(rank, number) for rank in range(4)] == batches
 
 
-def test_where_nobody_has_work_nobody_waits(make: Make) -> None:
-    first, *_ = make()
-    assert first.wait(0) == 0
-    assert first.round == 0
-
-
 def test_every_rank_hears_the_largest_batch_of_every_step(make: Make) -> None:
     """Ranks with requests, ranks without, and ranks that come late, as each likes."""
     barriers, steps = make(), 300
@@ -79,15 +73,6 @@ def test_every_rank_hears_the_largest_batch_of_every_step(make: Make) -> None:
     assert results == [[max(each) for each in zip(*wanted, strict=True)]] * 4
 
 
-def test_a_rank_that_does_not_come_is_named(make: Make) -> None:
-    first, second, *_ = make(timeout=0.3)
-    with ThreadPoolExecutor(2) as pool:
-        failures = [pool.submit(each.wait, 1).exception() for each in (first, second)]
-    for failure in failures:
-        assert isinstance(failure, GroupFailed)
-    assert str(failures[1]) == "rank 2 did not come to step 1 within 0.3 s"
-
-
 def test_a_rank_that_ended_is_named_at_once_even_if_nobody_has_work(make: Make) -> None:
     first, *_ = make(dead=lambda: 3)
     for batch in (0, 2):
@@ -95,17 +80,6 @@ def test_a_rank_that_ended_is_named_at_once_even_if_nobody_has_work(make: Make) 
         with pytest.raises(GroupFailed, match=r"^rank 3 ended$"):
             first.wait(batch)
         assert time.monotonic() - started < 1
-
-
-def test_a_rank_that_ends_while_others_wait_for_it(make: Make) -> None:
-    ended: list[int] = []
-    first, *_ = make(dead=lambda: ended[0] if ended else None)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(first.wait, 1)
-        time.sleep(0.1)
-        assert not waiting.done()
-        ended.append(2)
-        assert isinstance(waiting.exception(timeout=2), GroupFailed)
 
 
 def test_the_group_is_as_far_as_the_rank_that_is_farthest(status: SharedStatus) -> None:

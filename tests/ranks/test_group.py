@@ -37,8 +37,6 @@ def test_a_place_passes_through_the_environment_of_one_process() -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_exchange_tokens_and_partial_sums(tmp_path: Path, size: int) -> None:
-    """Against the sums that one process makes of all."""
-
     def body(place: RankPlace) -> None:
         group = join(place)
         exchange = group.connect()
@@ -111,9 +109,7 @@ def test_a_process_alone_waits_for_nobody_and_fails_by_itself() -> None:
     assert ranks.done()
 
 
-def test_the_others_notice_a_rank_that_is_killed_whether_they_step_or_sleep(tmp_path: Path) -> None:
-    """Rank 0 steps, rank 1 has nothing to do, rank 2 is killed."""
-
+def test_the_others_notice_a_killed_rank_whether_they_step_or_sleep(tmp_path: Path) -> None:
     def body(place: RankPlace) -> None:
         woken = threading.Event()
         group = join(place, wake=woken.set)

@@ -25,19 +25,10 @@ from ranks.place import NO_LINE, RankPlace, create_places
 from ranks.rendezvous import interface_of, local_address, meet
 from ranks.sealed_socket import INHERITED, SealedSocket
 from ranks.status import ReplicatedStatus
+from tests.e2e.cluster import wait_until
 from tests.ranks.ranks_harness import JSON, FakeWatch, forked, join
 
 STEPS = 50
-
-
-def until(condition: object, what: str) -> None:
-    """Wait for it."""
-    assert callable(condition)
-    for _ in range(3000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"waited for {what}")
 
 
 def test_places_of_a_host() -> None:
@@ -89,15 +80,15 @@ def test_what_a_rank_writes_of_itself_is_in_the_table_of_the_other_host(pair: tu
     assert second.called.wait(30), "it has not come to that round"
     assert second.status.posted(0, 1) == 7
     first.status.set_phase(0, Phase.DRAINING)
-    until(lambda: second.status.phase() is Phase.DRAINING, "the phase")
+    wait_until(lambda: second.status.phase() is Phase.DRAINING, what="the phase")
     beats = second.status.beats(0)
     first.status.beat(0)
-    until(lambda: second.status.beats(0) > beats, "the beat")
+    wait_until(lambda: second.status.beats(0) > beats, what="the beat")
     assert not second.status.all_done()
     second.status.set_done(1)
     first.status.set_done(0)
-    until(second.status.all_done, "both to be done")
-    until(first.status.all_done, "both to be done")
+    wait_until(second.status.all_done, what="both to be done")
+    wait_until(first.status.all_done, what="both to be done")
     first.status.leave()
     second.status.leave()
     assert [first.lost.is_set(), second.lost.is_set()] == [False, False], "who leaves in peace is not missed"
@@ -150,7 +141,7 @@ def test_ranks_of_two_hosts_compare_exchange_step_and_leave(tmp_path: Path) -> N
         for rank, connection in sorted(group.lines.items()):
             line = RankLine(connection, rank, JSON, lambda said, rank=rank: heard.append((rank, said)), group.fail)  # type: ignore[misc]
             line.send(f"from {place.rank}")
-        until(lambda: len(heard) == (1 if place.rank else 3), "words over the lines")
+        wait_until(lambda: len(heard) == (1 if place.rank else 3), what="words over the lines")
         assert sorted(heard) == [(rank, f"from {rank}") for rank in ((0,) if place.rank else (1, 2, 3))]
         assert abs(group.clock_ahead) < 1, "one clock for all processes of a machine"
         group.watch_steps()
@@ -164,8 +155,8 @@ def test_ranks_of_two_hosts_compare_exchange_step_and_leave(tmp_path: Path) -> N
             steps += bool(group.barrier.wait(3 if place.rank == 2 else 0))
         assert group.barrier.wait(0) == 0, "nobody has work any more"
         own = Phase.DRAINING if place.rank == 3 else Phase.SERVING
-        until(lambda: group.sync_phase(own) is Phase.DRAINING, "rank 3 to drain")
-        until(group.done, "all to be done")
+        wait_until(lambda: group.sync_phase(own) is Phase.DRAINING, what="rank 3 to drain")
+        wait_until(group.done, what="all to be done")
         group.close()
 
     with forked(4, tmp_path, body, hosts=2, lines=True) as ranks:
@@ -192,17 +183,15 @@ def test_the_ranks_of_one_host_end_when_one_of_another_is_killed(tmp_path: Path)
 
 
 def test_a_rank_of_another_host_that_is_stopped_in_peace_is_named(tmp_path: Path) -> None:
-    """Nobody waits for it: its silence tells."""
-
     def body(place: RankPlace) -> None:
         group = join(place, step_timeout=1.0)
         group.watch_steps()
         group.share(None)
         if place.rank == 1:
             beats = group._status.beats(1)
-            until(lambda: group._status.beats(1) > beats + 1, "a beat with which the patience of the start ends")
+            wait_until(lambda: group._status.beats(1) > beats + 1, what="a beat that ends the patience of the start")
             os.kill(os.getpid(), signal.SIGSTOP)
-        until(lambda: group.barrier.wait(0), "a rank to end")
+        wait_until(lambda: group.barrier.wait(0), what="a rank to end")
 
     with forked(2, tmp_path, body, hosts=2) as ranks:
         assert ranks.wait(0) == 1
@@ -210,7 +199,7 @@ def test_a_rank_of_another_host_that_is_stopped_in_peace_is_named(tmp_path: Path
         assert ranks.status.reported(1) == ("rank 1 on host 1 was not heard for 1 s", 1)
 
 
-def test_a_rank_that_ends_while_the_group_starts_ends_the_others_that_wait_for_it(
+def test_a_rank_that_ends_while_the_group_starts_ends_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They wait in the store, for as long as weights may take to load."""
@@ -247,7 +236,7 @@ def test_a_rank_that_is_led_to_another_address_gets_no_session(tmp_path: Path) -
 
     def body(place: RankPlace) -> None:
         if place.rank == 1:
-            until(is_led.exists, "the store to say the other address")
+            wait_until(is_led.exists, what="the store to say the other address")
         join(place, secret=b"secret", patience=20)
 
     with forked(2, tmp_path, body, hosts=2) as ranks, socket.create_server(("127.0.0.1", 0)) as between:

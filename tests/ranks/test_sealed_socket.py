@@ -11,6 +11,7 @@ from ranks.sealed_socket import MOST_BYTES, FrameRefused, SealedSocket, SessionK
 
 HEADER, TAG = 12, 32
 KEYS = SessionKeys(b"a" * 32, b"b" * 32)
+OTHER_KEYS = SessionKeys(b"c" * 32, b"d" * 32)
 
 
 def other_end(keys: SessionKeys) -> SessionKeys:
@@ -61,60 +62,35 @@ def read() -> None:
     Opened.was_read = True
 
 
-def injected(sent: list[bytes], own: bytes) -> bytes:
-    payload = pickle.dumps(Opened())
-    return sent[0][:8] + len(payload).to_bytes(4, "little") + bytes(TAG) + payload
+def with_length(frame: bytes, length: int, payload: bytes) -> bytes:
+    return frame[: HEADER - 4] + length.to_bytes(4, "little") + payload
 
 
-def changed(sent: list[bytes], own: bytes) -> bytes:
-    return sent[0][:-1] + bytes([sent[0][-1] ^ 1])
-
-
-def renumbered(sent: list[bytes], own: bytes) -> bytes:
-    return bytes(HEADER - 4) + sent[1][HEADER - 4 :]
-
-
-def shortened(sent: list[bytes], own: bytes) -> bytes:
-    return sent[0][:8] + (1).to_bytes(4, "little") + sent[0][12:-1]
-
-
-def reflected(sent: list[bytes], own: bytes) -> bytes:
-    return own
-
-
-def of_another_session(sent: list[bytes], own: bytes) -> bytes:
-    return frames(SessionKeys(b"c" * 32, b"d" * 32), b"first")[0]
-
-
-def left_out(sent: list[bytes], own: bytes) -> bytes:
-    return sent[1]
-
-
-def reordered(sent: list[bytes], own: bytes) -> bytes:
-    return sent[1] + sent[0]
-
-
-def too_long(sent: list[bytes], own: bytes) -> bytes:
-    return sent[0][:8] + (MOST_BYTES + 1).to_bytes(4, "little") + sent[0][12:]
+Attack = Callable[[list[bytes], bytes], bytes]
+"""What comes instead of the first of these frames. The second argument: a frame that the attacked end has sent."""
+NOT_OF_IT = "frame 0 does not come from the other end of this session"
+READ = pickle.dumps(Opened())
 
 
 @pytest.mark.parametrize(
     ("attack", "reason"),
     [
-        (injected, "frame 0 does not come from the other end of this session"),
-        (changed, "frame 0 does not come from the other end of this session"),
-        (renumbered, "frame 0 does not come from the other end of this session"),
-        (shortened, "frame 0 does not come from the other end of this session"),
-        (reflected, "frame 0 does not come from the other end of this session"),
-        (of_another_session, "frame 0 does not come from the other end of this session"),
-        (left_out, "frame 1 came, expected frame 0"),
-        (reordered, "frame 1 came, expected frame 0"),
-        (too_long, f"more than {MOST_BYTES}"),
+        pytest.param(lambda sent, own: with_length(sent[0], len(READ), bytes(TAG) + READ), NOT_OF_IT, id="injected"),
+        pytest.param(lambda sent, own: sent[0][:-1] + bytes([sent[0][-1] ^ 1]), NOT_OF_IT, id="changed"),
+        pytest.param(lambda sent, own: bytes(HEADER - 4) + sent[1][HEADER - 4 :], NOT_OF_IT, id="renumbered"),
+        pytest.param(lambda sent, own: with_length(sent[0], 1, sent[0][HEADER:-1]), NOT_OF_IT, id="shortened"),
+        pytest.param(lambda sent, own: own, NOT_OF_IT, id="reflected"),
+        pytest.param(lambda sent, own: frames(OTHER_KEYS, b"first")[0], NOT_OF_IT, id="of another session"),
+        pytest.param(lambda sent, own: sent[1], "frame 1 came, expected frame 0", id="left out"),
+        pytest.param(lambda sent, own: sent[1] + sent[0], "frame 1 came, expected frame 0", id="reordered"),
+        pytest.param(
+            lambda sent, own: with_length(sent[0], MOST_BYTES + 1, sent[0][HEADER:]),
+            f"more than {MOST_BYTES}",
+            id="too long",
+        ),
     ],
 )
-def test_what_the_other_end_has_not_sent_next_is_refused(
-    receiving: Receiving, attack: Callable[[list[bytes], bytes], bytes], reason: str
-) -> None:
+def test_what_the_other_end_has_not_sent_next_is_refused(receiving: Receiving, attack: Attack, reason: str) -> None:
     sent = frames(other_end(KEYS), b"first", b"again")
     [own] = frames(KEYS, b"first")
     receiving.network.sendall(attack(sent, own))

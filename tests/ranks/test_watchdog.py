@@ -48,7 +48,7 @@ def test_a_rank_whose_loop_does_not_turn_is_found_behind_the_step_timeout(host: 
     assert host.look(1, 1) == 2
 
 
-def test_ranks_that_start_are_done_or_on_another_host_are_not_expected_to_turn(host: Host) -> None:
+def test_only_ranks_of_this_host_that_serve_are_expected_to_turn(host: Host) -> None:
     host.status.turn(0)
     host.status.turn(1)
     host.status.set_done(1)

@@ -97,17 +97,9 @@ def test_whatever_is_written_for_a_valid_message_lies_in_its_pools(request: Pref
                 assert (descriptors.destinations + descriptors.lengths).max() <= base + length
 
 
-@given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 20)), max_size=8), st.integers(0, 200))
-def test_extents_are_expanded_as_far_as_is_asked(extents: list[tuple[int, int]], num_positions: int) -> None:
-    expected = expand_extents(tuple(extents))[:num_positions]
-    assert expand_extents(tuple(extents), num_positions).tolist() == expected.tolist()
-
-
 def test_huge_extents_take_no_memory() -> None:
     assert expand_extents(((5, 2**62), (7, 2**61)), 3).tolist() == [5, 6, 7]
 
-
-# --- what a process offered before ---
 
 DECODE = Peer(role="decode", address="127.0.0.1:9", boot_id="boot")
 OFFERED = Destination(

@@ -42,7 +42,7 @@ pieces = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 300) | st.integer
 
 @every
 @given(pieces)
-def test_pieces_of_any_length_at_any_alignment_arrive_and_what_is_between_them_stays(
+def test_pieces_of_any_length_and_alignment_arrive(
     copy: Callable[[Descriptors], None], pieces: list[tuple[int, int]]
 ) -> None:
     """pieces: (bytes before it, its length)."""
@@ -86,7 +86,7 @@ def test_when_a_copy_is_finished_what_others_took_of_it_is_there_too() -> None:
             copy.finish()
 
 
-def test_a_copy_of_which_a_thread_fails_is_over_when_the_others_have_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_with_a_failed_thread_is_over_when_the_others_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they write to may be used for something else then."""
     source, destination = np.arange(100, dtype=np.uint8), np.zeros(100, dtype=np.uint8)
     copy = JointCopy(byte_by_byte(source, destination), shift=0)
@@ -114,7 +114,6 @@ def test_a_copy_of_which_a_thread_fails_is_over_when_the_others_have_left_it(mon
 
 
 def test_a_copy_of_which_a_helper_fails_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waited for it waited for ever."""
     source, destination = np.arange(100, dtype=np.uint8), np.zeros(100, dtype=np.uint8)
     copy = JointCopy(byte_by_byte(source, destination), shift=0)
     real = copy_runs_module._copy_shares

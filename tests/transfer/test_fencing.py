@@ -1,5 +1,6 @@
 """A slot is never reused while a remote write to it may be in flight."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control.messages import AttemptId, Peer
-from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S, ReservationTable
+from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S, Fence, ReservationTable
 from transfer.incoming import IncomingCut
 
 WRITER = Peer(role="prefill", address="10.0.0.1:1", boot_id="first")
@@ -22,12 +23,15 @@ class Released(list[str]):
         self.retained: list[str] = []
 
 
-def table_with(attempt: AttemptId = R) -> tuple[ReservationTable[AttemptId, Peer, str], Released]:
+def table_with(
+    make_fence: Callable[[], Fence] = lambda: IncomingCut(()), ranks: tuple[Peer, ...] = ()
+) -> tuple[ReservationTable[AttemptId, Peer, str], Released]:
+    """Attempt R may write to eight slots."""
     released = Released()
     table: ReservationTable[AttemptId, Peer, str] = ReservationTable(
-        released.append, released.retained.append, lambda: IncomingCut(())
+        released.append, released.retained.append, make_fence
     )
-    table.open(attempt, WRITER, "slots", num_slots=8)
+    table.open(R, WRITER, "slots", num_slots=8, ranks=ranks)
     return table, released
 
 
@@ -102,17 +106,14 @@ class Fences(list[HeldFence]):
 
 
 def fenced_table() -> tuple[ReservationTable[AttemptId, Peer, str], Released, Fences]:
-    released, fences = Released(), Fences()
-    table: ReservationTable[AttemptId, Peer, str] = ReservationTable(
-        released.append, released.retained.append, fences.make
-    )
-    table.open(R, WRITER, "slots", num_slots=8)
+    fences = Fences()
+    table, released = table_with(fences.make)
     table.quarantine(R, now=1.0)
     return table, released, fences
 
 
 @pytest.mark.parametrize("over", ["lingers", "died", "evict"])
-def test_slots_that_lingering_writes_may_reach_come_back_after_the_grace_and_behind_a_fence(over: str) -> None:
+def test_lingering_slots_come_back_after_the_grace_and_behind_a_fence(over: str) -> None:
     """A write that had failed, or whose process had died, landed when a partition ended."""
     table, released, fences = fenced_table()
     match over:
@@ -150,7 +151,7 @@ def test_slots_whose_grace_ends_later_need_a_fence_that_is_made_later() -> None:
     assert released == ["slots", "other"]
 
 
-def test_slots_that_prove_quiet_while_a_fence_stands_are_not_freed_twice_nor_what_has_their_key_then() -> None:
+def test_slots_that_prove_quiet_before_a_fence_are_freed_once() -> None:
     table, released, fences = fenced_table()
     table.evict("first", now=100.0)
     table.release_expired(110.0)
@@ -162,13 +163,10 @@ def test_slots_that_prove_quiet_while_a_fence_stands_are_not_freed_twice_nor_wha
     assert released == ["slots"]
 
 
-def test_slots_that_landed_while_something_lingers_are_the_requests_and_the_tables_until_a_fence_has_passed() -> None:
+def test_slots_that_landed_and_linger_have_two_owners_until_a_fence() -> None:
     """The first copy of what was cut and posted again arrived when the slots had been given away."""
-    released, fences = Released(), Fences()
-    table: ReservationTable[AttemptId, Peer, str] = ReservationTable(
-        released.append, released.retained.append, fences.make
-    )
-    table.open(R, WRITER, "slots", num_slots=8)
+    fences = Fences()
+    table, released = table_with(fences.make)
     assert table.landed(R, now=100.0, lingering=True) == "slots"
     assert released.retained == ["slots"]
     assert not table.quarantined, "a request uses them"
@@ -190,7 +188,7 @@ def test_slots_that_landed_while_something_lingers_are_the_requests_and_the_tabl
     assert released == ["slots"]
 
 
-def test_slots_that_landed_while_something_lingers_are_free_behind_a_fence_that_was_made_for_others() -> None:
+def test_slots_that_landed_and_linger_are_free_behind_a_fence_of_others() -> None:
     table, released, fences = fenced_table()
     for number, landed_at in ((2, 100.0), (3, 103.0)):
         table.open(R._replace(epoch=number), WRITER, f"landed at {landed_at:g}", num_slots=8)

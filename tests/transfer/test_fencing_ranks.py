@@ -7,21 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control.messages import AttemptId, Peer
-from tests.transfer.test_fencing import WRITER, R, Released
+from tests.transfer.test_fencing import WRITER, R, Released, table_with
 from transfer.fencing import DRAIN_GRACE_S, ReservationTable
-from transfer.incoming import IncomingCut
 
 RANKS = tuple(Peer(role="prefill", address=f"10.0.0.1:{number}", boot_id=f"rank-{number}") for number in (3, 5))
 BOOTS = [WRITER.boot_id, *(rank.boot_id for rank in RANKS)]
 
 
 def open_table() -> tuple[ReservationTable[AttemptId, Peer, str], Released]:
-    released = Released()
-    table: ReservationTable[AttemptId, Peer, str] = ReservationTable(
-        released.append, released.retained.append, lambda: IncomingCut(())
-    )
-    table.open(R, WRITER, "slots", num_slots=8, ranks=RANKS)
-    return table, released
+    return table_with(ranks=RANKS)
 
 
 def quarantined_table() -> tuple[ReservationTable[AttemptId, Peer, str], Released]:
@@ -56,7 +50,6 @@ def test_a_rank_speaks_for_itself() -> None:
 
 @pytest.mark.parametrize("order", list(permutations(BOOTS)), ids="-".join)
 def test_whichever_dies_last_is_waited_for(order: tuple[str, ...]) -> None:
-    """An orphan of a dead node writes on."""
     table, released = quarantined_table()
     for now, boot in enumerate(order, start=1):
         assert table.release_expired(1e6) == []
@@ -77,7 +70,7 @@ def test_one_dead_one_evicted_and_one_lingering_are_waited_for_together() -> Non
     assert released == ["slots"]
 
 
-def test_the_death_of_a_rank_ends_a_wanted_attempt_and_frees_nothing_before_the_others_are_done() -> None:
+def test_the_death_of_a_rank_ends_a_wanted_attempt_and_frees_nothing() -> None:
     table, released = open_table()
     assert table.writer_died(RANKS[1].boot_id, now=1.0) == [R]
     table.quarantine(R, now=2.0)

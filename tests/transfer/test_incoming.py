@@ -36,7 +36,7 @@ def listening() -> Iterator[Listening]:
         yield made
 
 
-def test_a_connection_is_cut_when_what_it_brought_has_been_read_and_it_is_closed(listening: Listening) -> None:
+def test_a_connection_is_cut_when_it_was_read_and_closed(listening: Listening) -> None:
     with listening.connect() as client, listening.accept() as server:
         client.sendall(b"before")
         cut = CutConnections([listening.port])
@@ -69,7 +69,7 @@ def test_a_connection_that_nobody_has_accepted_yet_holds_a_cut_up(listening: Lis
         assert cut.advance()
 
 
-def test_bytes_of_a_connection_that_was_reset_hold_a_cut_up_until_they_are_read(listening: Listening) -> None:
+def test_unread_bytes_of_a_reset_connection_hold_a_cut_up(listening: Listening) -> None:
     """The kernel has forgotten that connection, but not what it brought."""
     client = listening.connect()
     with listening.accept() as server:
@@ -149,7 +149,6 @@ def test_whoever_asks_whether_a_cut_has_passed_never_waits_for_a_scan(
 
 
 def test_what_cannot_be_looked_at_is_not_cut(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a process without free descriptors nothing was seen, which was taken for no connections."""
     cut = CutConnections([listening.port])
     with listening.connect(), listening.accept():
         cut.advance()

@@ -177,9 +177,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 @pytest.mark.usefixtures("impatient")
-def test_a_write_that_failed_in_a_partition_lands_nowhere_when_the_hosts_are_joined_after_a_cut(
-    start: Callable[..., Pair],
-) -> None:
+def test_a_write_that_failed_in_a_partition_lands_nowhere_after_a_cut(start: Callable[..., Pair]) -> None:
     """Mooncake closes its socket and calls the write failed; the kernel goes on trying to send what it has of it."""
     with Network("data") as network:
         hosts = [network.host(name) for name in ("prefill", "decode")]
@@ -199,9 +197,7 @@ def test_a_write_that_failed_in_a_partition_lands_nowhere_when_the_hosts_are_joi
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_write_to_a_process_that_is_stopped_lands_nowhere_when_it_goes_on_after_a_cut(
-    start: Callable[..., Pair],
-) -> None:
+def test_a_write_to_a_stopped_process_lands_nowhere_after_a_cut(start: Callable[..., Pair]) -> None:
     """What the kernels of both sides had taken of it is read by Mooncake as soon as it runs again."""
     pair = start()
     assert pair.write(64) is Outcome.LANDED
@@ -226,9 +222,7 @@ def test_a_cut_costs_whoever_writes_at_the_time_a_repetition(start: Callable[...
     assert pair.receiver.do("values") == [7]
 
 
-def test_a_write_after_a_cut_finds_its_way_although_every_connection_that_mooncake_keeps_is_closed(
-    start: Callable[..., Pair],
-) -> None:
+def test_a_write_after_a_cut_lands_over_a_new_connection(start: Callable[..., Pair]) -> None:
     pair = start()
     assert pair.sender.do("write", pair.session, pair.address, 1 << 20, 20) is Outcome.LANDED
     pair.receiver.do("cut")

@@ -1,5 +1,7 @@
 """Whatever the pages, the slots and the partial last page: the runs move exactly the right bytes."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,9 +10,27 @@ from hypothesis import strategies as st
 from transfer.planner import Descriptors, Runs, expand_extents, expand_pages, plan_runs
 
 
+@dataclass
+class Transfer:
+    """One chunk of a request: positions [start, stop), and the destination slot of each position."""
+
+    pages: np.ndarray
+    page_size: int
+    start: int
+    stop: int
+    all_slots: np.ndarray
+
+    @property
+    def slots(self) -> np.ndarray:
+        return self.all_slots[self.start : self.stop]
+
+    @property
+    def runs(self) -> Runs:
+        return plan_runs(expand_pages(self.pages, self.page_size, self.start, self.stop), self.slots)
+
+
 @st.composite
-def transfers(draw: st.DrawFn) -> tuple[np.ndarray, int, int, int, np.ndarray]:
-    """Pages, page size, start, stop and destination slots of one chunk of a request."""
+def transfers(draw: st.DrawFn) -> Transfer:
     page_size = draw(st.sampled_from([1, 2, 16, 64]))
     num_pages = draw(st.integers(1, 8))
     pages = np.array(draw(st.permutations(range(num_pages + 3)))[:num_pages], dtype=np.int64)
@@ -19,34 +39,30 @@ def transfers(draw: st.DrawFn) -> tuple[np.ndarray, int, int, int, np.ndarray]:
     slots = np.arange(stop + 5, dtype=np.int64)
     if draw(st.booleans()):
         np.random.default_rng(draw(st.integers(0, 99))).shuffle(slots)
-    return pages, page_size, start, stop, slots[:stop]
+    return Transfer(pages, page_size, start, stop, slots[:stop])
 
 
 @given(transfers(), st.sampled_from([1, 3, 8, 192]))
-def test_runs_move_exactly_the_right_bytes(
-    transfer: tuple[np.ndarray, int, int, int, np.ndarray], item_bytes: int
-) -> None:
-    pages, page_size, start, stop, slots = transfer
+def test_runs_move_exactly_the_right_bytes(transfer: Transfer, item_bytes: int) -> None:
+    pages, page_size, runs = transfer.pages, transfer.page_size, transfer.runs
     rng = np.random.default_rng(0)
     source = rng.integers(0, 256, (int(pages.max()) + 1) * page_size * item_bytes, dtype=np.uint8)
-    destination = np.zeros((int(slots.max()) + 1) * item_bytes, dtype=np.uint8)
+    destination = np.zeros((int(transfer.all_slots.max()) + 1) * item_bytes, dtype=np.uint8)
     expected = destination.copy().reshape(-1, item_bytes)
-    for position in range(start, stop):
+    for position in range(transfer.start, transfer.stop):
         row = pages[position // page_size] * page_size + position % page_size
-        expected[slots[position]] = source.reshape(-1, item_bytes)[row]
+        expected[transfer.all_slots[position]] = source.reshape(-1, item_bytes)[row]
 
-    runs = plan_runs(expand_pages(pages, page_size, start, stop), slots[start:stop])
     for src, dst, length in zip(*runs.descriptors(item_bytes), strict=True):
         destination[dst : dst + length] = source[src : src + length]
 
     assert np.array_equal(destination.reshape(-1, item_bytes), expected)
-    assert runs.num_items == stop - start
+    assert runs.num_items == transfer.stop - transfer.start
 
 
 @given(transfers())
-def test_no_two_neighbouring_runs_could_be_one(transfer: tuple[np.ndarray, int, int, int, np.ndarray]) -> None:
-    pages, page_size, start, stop, slots = transfer
-    runs = plan_runs(expand_pages(pages, page_size, start, stop), slots[start:stop])
+def test_no_two_neighbouring_runs_could_be_one(transfer: Transfer) -> None:
+    runs = transfer.runs
     for i in range(len(runs) - 1):
         continues_source = runs.sources[i] + runs.lengths[i] == runs.sources[i + 1]
         continues_destination = runs.destinations[i] + runs.lengths[i] == runs.destinations[i + 1]
@@ -54,11 +70,8 @@ def test_no_two_neighbouring_runs_could_be_one(transfer: tuple[np.ndarray, int, 
 
 
 @given(transfers(), st.integers(1, 9))
-def test_split_runs_are_the_same_pairs_cut_after_every_so_many(
-    transfer: tuple[np.ndarray, int, int, int, np.ndarray], every: int
-) -> None:
-    pages, page_size, start, stop, slots = transfer
-    runs = plan_runs(expand_pages(pages, page_size, start, stop), slots[start:stop])
+def test_split_runs_are_the_same_pairs_cut_after_every_so_many(transfer: Transfer, every: int) -> None:
+    runs = transfer.runs
     parts = runs.split(every)
     assert [part.num_items for part in parts[:-1]] == [every] * (len(parts) - 1)
     assert parts[-1].num_items <= every
@@ -66,11 +79,10 @@ def test_split_runs_are_the_same_pairs_cut_after_every_so_many(
 
 
 @given(transfers(), st.sampled_from([1, 3, 192]), st.integers(1, 1000))
-def test_cut_descriptors_move_the_same_bytes_in_as_few_equal_pieces_as_can_be(
-    transfer: tuple[np.ndarray, int, int, int, np.ndarray], item_bytes: int, most_bytes: int
+def test_cut_descriptors_move_the_same_bytes_in_the_fewest_pieces(
+    transfer: Transfer, item_bytes: int, most_bytes: int
 ) -> None:
-    pages, page_size, start, stop, slots = transfer
-    runs = plan_runs(expand_pages(pages, page_size, start, stop), slots[start:stop])
+    runs = transfer.runs
     whole = runs.descriptors(item_bytes)
     cut = whole.cut(most_bytes)
     assert all(0 < length <= most_bytes for length in cut.lengths)
@@ -87,27 +99,21 @@ def moved(descriptors: Descriptors) -> list[list[tuple[int, int]]]:
 
 
 @given(transfers())
-def test_packed_runs_lead_to_the_same_slots_with_fewest_pieces(
-    transfer: tuple[np.ndarray, int, int, int, np.ndarray],
-) -> None:
-    pages, page_size, start, stop, slots = transfer
-    runs = plan_runs(expand_pages(pages, page_size, start, stop), slots[start:stop])
+def test_packed_runs_lead_to_the_same_slots_with_fewest_pieces(transfer: Transfer) -> None:
+    runs = transfer.runs
     into, out = runs.pack()
-    assert [packed for _, packed in pairs(into)] == list(range(stop - start))
-    assert [packed for packed, _ in pairs(out)] == list(range(stop - start))
+    assert [packed for _, packed in pairs(into)] == list(range(runs.num_items))
+    assert [packed for packed, _ in pairs(out)] == list(range(runs.num_items))
     through = [(source, slot) for (source, _), (_, slot) in zip(pairs(into), pairs(out), strict=True)]
     assert through == pairs(runs)
-    assert len(out) == np.count_nonzero(np.diff(slots[start:stop]) != 1) + bool(stop - start)
+    assert len(out) == np.count_nonzero(np.diff(transfer.slots) != 1) + bool(runs.num_items)
 
 
 @given(transfers())
-def test_runs_in_order_of_destinations_are_the_same_pairs(
-    transfer: tuple[np.ndarray, int, int, int, np.ndarray],
-) -> None:
-    pages, page_size, start, stop, slots = transfer
-    runs = plan_runs(expand_pages(pages, page_size, start, stop), slots[start:stop])
+def test_runs_in_order_of_destinations_are_the_same_pairs(transfer: Transfer) -> None:
+    runs = transfer.runs
     ordered = pairs(runs.in_order_of_destinations())
-    assert [slot for _, slot in ordered] == sorted(slots[start:stop].tolist())
+    assert [slot for _, slot in ordered] == sorted(transfer.slots.tolist())
     assert sorted(ordered) == sorted(pairs(runs))
 
 
@@ -117,24 +123,9 @@ def pairs(runs: Runs) -> list[tuple[int, int]]:
     return [(source + i, slot + i) for source, slot, length in columns for i in range(length)]
 
 
-def test_contiguous_pages_and_slots_are_one_run() -> None:
-    runs = plan_runs(expand_pages(np.arange(5, 9), 64, 0, 200), np.arange(1000, 1200))
-    assert len(runs) == 1
-    assert runs.descriptors(10).at(4096, 0).sources.tolist() == [4096 + 5 * 64 * 10]
-
-
-def test_scattered_pages_into_contiguous_slots_are_one_run_per_page() -> None:
-    runs = plan_runs(expand_pages(np.array([7, 3, 5]), 64, 0, 3 * 64), np.arange(3 * 64))
-    assert runs.lengths.tolist() == [64, 64, 64]
-
-
 def test_base_addresses_above_two_to_the_47_survive() -> None:
     runs = plan_runs(np.array([1]), np.array([2]))
     assert runs.descriptors(1152).at(2**62, 2**62).destinations.tolist() == [2**62 + 2304]
-
-
-def test_nothing_to_move_is_no_run() -> None:
-    assert len(plan_runs(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))) == 0
 
 
 def test_positions_outside_the_pages_are_refused() -> None:
@@ -147,7 +138,7 @@ def test_unequal_sides_are_refused() -> None:
         plan_runs(np.array([1, 2]), np.array([1]))
 
 
-@given(st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 20)), max_size=8))
-def test_extents_expand_in_order(extents: list[tuple[int, int]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 20)), max_size=8), st.none() | st.integers(0, 200))
+def test_extents_expand_in_order_as_far_as_is_asked(extents: list[tuple[int, int]], num_positions: int | None) -> None:
     expected = [slot for start, length in extents for slot in range(start, start + length)]
-    assert expand_extents(tuple(extents)).tolist() == expected
+    assert expand_extents(tuple(extents), num_positions).tolist() == expected[:num_positions]

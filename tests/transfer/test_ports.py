@@ -1,10 +1,6 @@
 """Mooncake's ports: which they are, who gets them, and that a session is reached again after restarts."""
 
-import json
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -12,91 +8,68 @@ import pytest
 
 from base.errors import StartupError
 from tests.e2e.hosts import Network, why_not
+from tests.transfer.test_lingering import Process, Receiving, Sending
 from transfer.ports import ClaimedPorts, listening_ports, parse_ports, reachable_addresses
+from transfer.writer import Outcome
 
-RECEIVER = """
-import json, os, sys
-import numpy as np
-from transfer.engine import KVTransferEngine
-from transfer.memory import BufferInfo
-from transfer.ports import ClaimedPorts, parse_ports
 
-ports = ClaimedPorts(parse_ports(sys.argv[1], engines=1), engines=1)
-ports.release(0)
-engine = KVTransferEngine("127.0.0.1", "tcp")
-ports.check(engine.ports)
-buffer = np.zeros(4096, dtype=np.uint8)
-engine.register(BufferInfo(ptrs=(buffer.ctypes.data,), lengths=(4096,), item_lengths=(1,)))
-print(json.dumps([engine.session.name, engine.ports, buffer.ctypes.data]), flush=True)
-sys.stdin.readline()
-os._exit(0)
-"""
+class Claiming(Receiving):
+    """As a process of a node that was given a range of ports."""
 
-SENDER = """
-import os, sys
-import numpy as np
-from transfer.engine import KVTransferEngine
-from transfer.memory import BufferInfo, Session
-from transfer.planner import Descriptors
+    ports = "21100-21107"
 
-engine = KVTransferEngine("127.0.0.1", "tcp")
-source = np.ones(4096, dtype=np.uint8)
-engine.register(BufferInfo(ptrs=(source.ctypes.data,), lengths=(4096,), item_lengths=(1,)))
-for line in sys.stdin:
-    name, address = line.split()
-    columns = (np.array([value]) for value in (source.ctypes.data, int(address), 4096))
-    print(engine.channel(Session(transport="tcp", name=name)).submit(Descriptors(*columns)).wait(), flush=True)
-os._exit(0)
-"""
+    def __init__(self, host: str) -> None:
+        claimed = ClaimedPorts(parse_ports(self.ports, engines=1), engines=1)
+        claimed.release(0)
+        super().__init__(host)
+        claimed.check(self.engine.ports)
+
+    def listens_on(self) -> list[int]:
+        return list(self.engine.ports)
+
+
+class ClaimingOfFew(Claiming):
+    ports = "21000-21003"
 
 
 @contextmanager
-def process(*words: str) -> Iterator["subprocess.Popen[str]"]:
-    """A process that is asked and answers in lines; killed in the end."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as started:
-        try:
-            yield started
-        finally:
-            started.kill()
+def process(role: type[Receiving] | type[Sending]) -> Iterator[Process]:
+    started = Process(role, "127.0.0.1")
+    try:
+        yield started
+    finally:
+        started.end()
 
 
-def line_of(started: "subprocess.Popen[str]") -> str:
-    assert started.stdout is not None
-    return started.stdout.readline()
-
-
-def test_an_engine_listens_on_two_neighbouring_ports_and_nobody_else_gets_them() -> None:
+def test_an_engine_has_two_neighbouring_ports_to_itself() -> None:
     with ExitStack() as at_end:
-        receivers = [at_end.enter_context(process(sys.executable, "-c", RECEIVER, "21100-21107")) for _ in range(4)]
-        answers = [json.loads(line_of(receiver)) for receiver in receivers]
-        for session, ports, _ in answers:
-            assert int(session.removeprefix("127.0.0.1:")) in ports, "the handshake port names the session"
-        assert sorted(ports for _, ports, _ in answers) == [[port, port + 1] for port in range(21100, 21108, 2)]
+        receivers = [at_end.enter_context(process(Claiming)) for _ in range(4)]
+        taken = []
+        for receiver in receivers:
+            session, _, _ = receiver.do("where")
+            taken.append(receiver.do("listens_on"))
+            assert int(session.name.removeprefix("127.0.0.1:")) in taken[-1], "the handshake port names the session"
+        assert sorted(taken) == [[port, port + 1] for port in range(21100, 21108, 2)]
         with pytest.raises(StartupError, match="--transfer-ports 21100-21107: no 2 neighbouring ports are free"):
             ClaimedPorts(range(21100, 21108), engines=1)
 
 
 @pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
-def test_a_session_that_comes_back_after_a_restart_is_reached_whatever_was_known_of_the_old_one() -> None:
+def test_a_session_that_comes_back_after_a_restart_is_reached() -> None:
     """Mooncake never asks again where a session's data port is. Ports of the old process are free at once here."""
     seen = set()
     repeated = 0
     with Network("data") as network:
         host = network.host("host")
         host.run("sh", "-c", "echo 0 > /proc/sys/net/ipv4/tcp_max_tw_buckets")
-        with process(*host.prefix, sys.executable, "-c", SENDER) as sender:
-            assert sender.stdin is not None
+        with host.entered(), process(Sending) as sender:
             while repeated < 3:
-                with process(*host.prefix, sys.executable, "-c", RECEIVER, "21000-21003") as receiver:
-                    session, _, address = json.loads(line_of(receiver))
-                    repeated += session in seen
-                    seen.add(session)
-                    failures = []
-                    for _ in range(3):
-                        print(session, address, file=sender.stdin, flush=True)
-                        failures.append(int(line_of(sender)))
-                    assert failures[-1] == 0, "the first may find a connection of the old process"
+                with process(ClaimingOfFew) as receiver:
+                    session, address, _ = receiver.do("where")
+                    repeated += session.name in seen
+                    seen.add(session.name)
+                    outcomes = [sender.do("write", session, address, 4096) for _ in range(3)]
+                    assert outcomes[-1] is Outcome.LANDED, "the first may find a connection of the old process"
 
 
 def test_engines_of_one_process_each_take_their_own_pair(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def remote(serving: Remote) -> Remote:
     return serving
 
 
-def test_scattered_pieces_land_where_they_should_and_what_is_refused_costs_nothing_else(remote: Remote) -> None:
+def test_scattered_pieces_land_and_a_refusal_costs_nothing_else(remote: Remote) -> None:
     order = np.random.default_rng(1).permutation(3000).tolist()
     report = remote.read([(i * 64, j * 64, 64) for i, j in enumerate(order)])
     assert (report.error, report.num_bytes, report.num_descriptors) == (None, 3000 * 64, 3000)
@@ -81,7 +81,6 @@ def test_scattered_pieces_land_where_they_should_and_what_is_refused_costs_nothi
 
 
 def test_nothing_is_posted_without_leave(remote: Remote) -> None:
-    """The lease: asked before each post."""
     answers = iter([True, True])
     pieces = [(i * 64, i * 64, 64) for i in range(1000)]
     batches = [remote.batch(pieces[first : first + 10]) for first in range(0, 1000, 10)]

@@ -1,13 +1,11 @@
 """A request's state: ends, stop tokens, violations, and how it is rebuilt."""
 
-import re
-
 import numpy as np
 import pytest
 
 from control.grammar import JSON_OBJECT, JsonSchema, Lark, Regex, Text, TextChoice
 from engine.grammar.errors import GrammarViolation
-from tests.engine.grammar.small import EOS, SIZE, TOOL_CALL, allowed, compiled, decode, encode, id_of, vocabulary, write
+from tests.engine.grammar.small import EOS, SIZE, TOOL_CALL, allowed, compiled, encode, id_of, vocabulary
 
 
 def test_a_state_rebuilt_from_its_tokens_allows_the_same() -> None:
@@ -91,18 +89,3 @@ def test_a_grammar_that_becomes_too_complex_ends_only_its_request() -> None:
     with pytest.raises(GrammarViolation, match=r"too many|too complex"):
         go_on()
     assert encode("{")[0] in allowed(other)
-
-
-@pytest.mark.parametrize("pattern", ["[a-c]{3,9}-[0-9]{2}", "(foo|bar)+ baz", r"[A-Z][a-z]* \d+\."])
-def test_what_is_written_under_a_regex_matches_it(pattern: str) -> None:
-    grammar, rng = compiled(Regex(pattern=pattern)), np.random.default_rng(5)
-    answers = [write(grammar.start(), rng, 300) for _ in range(8)]
-    whole = [decode(tokens) for tokens, is_whole in answers if is_whole]
-    assert len(whole) >= 4
-    assert [text for text in whole if not re.fullmatch(pattern, text)] == []
-
-
-def test_what_is_written_under_a_choice_is_one() -> None:
-    options = ("red", "green", "blue and green", "☃")
-    grammar, rng = compiled(TextChoice(options=options)), np.random.default_rng(6)
-    assert {decode(write(grammar.start(), rng, 30)[0]) for _ in range(60)} == set(options)

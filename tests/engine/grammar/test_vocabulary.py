@@ -15,7 +15,7 @@ from engine.grammar.vocabulary import Vocabulary
 from tests.engine.grammar.small import EOS, PADDED, SIZE, allowed, id_of, tokenizer
 
 
-def test_a_checkpoint_directory_is_read_with_tokens_that_only_its_configuration_has(tmp_path: Path) -> None:
+def test_tokens_that_only_the_configuration_has_are_known(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(tokenizer().to_str())
     extra = {str(SIZE): {"content": "<extra>", "special": False}, str(id_of(EOS)): {"content": EOS, "special": True}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": extra}))
