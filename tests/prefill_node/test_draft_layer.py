@@ -20,8 +20,8 @@ from model.tiny import write_tiny_checkpoint
 from prefill_node.offer import Offer
 from service.checkpoint import identity_of
 from tests.identity import IDENTITY
-from tests.prefill_node.sending import CPU
 from tests.prefill_node.fetching import FIRST, LENT, PREFIX, SENT_TO, Fetching
+from tests.prefill_node.sending import CPU
 from tests.prefill_node.world import LiveWorld, ThreadExchange, live, request
 from transfer.planner import expand_extents
 
