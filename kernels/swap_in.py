@@ -108,9 +108,9 @@ class SwapInSpecialization(Specialization):
             fitted = replace(fitted, seen_bits=fitted.seen_bits - 1)
         if fitted.shared_bytes > available:
             raise StartupError(
-                f"swap-in of {self.queries} queries with top_k {self.top_k} and device_buffer_size {self.hot_size} needs "
-                f"{fitted.shared_bytes} bytes of shared memory per block, this device has {available}: lower "
-                "speculative-num-steps or device_buffer_size, or serve a model with a smaller top_k"
+                f"swap-in of {self.queries} x top_k {self.top_k} positions with device_buffer_size {self.hot_size} "
+                f"needs {fitted.shared_bytes} bytes of shared memory per block, this device has {available}: lower "
+                "device_buffer_size or speculative-num-steps, or serve a model with a smaller top_k"
             )
         return fitted
 

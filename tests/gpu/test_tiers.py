@@ -44,6 +44,8 @@ def decode_one(t: Tiers, request_id: str, seed: int) -> StepPlaces:
         step.append(layer, FORMAT.encode_items(upload([seed, layer, newest])[None]))
     for layer in range(LAYOUT.num_index_layers):
         step.append_index_keys(layer, FORMAT.encode_index_keys(upload([seed * 100 + layer, newest])[None]))
+    for layer in range(LAYOUT.num_layers):
+        step.swap_in(layer, upload([[-1]]))
     step.finish()
     return places
 
@@ -163,11 +165,11 @@ def test_a_step_queues_its_work_and_waits_for_nothing() -> None:
 
 def test_the_configured_block_size_reaches_the_kernel() -> None:
     with tiers(on="cuda:0", swap_in_block_size=64) as t:
-        assert t.coordinator._backend.block_size == 64
+        assert t.coordinator._backend.block_size() == 64
         assert t.admit("r", seed=1, num_tokens=20)
         t.step(["r"], random.Random(0))
     with tiers(on="cuda:0") as t:
-        assert t.coordinator._backend.block_size == default_block_size(TOP_K)
+        assert t.coordinator._backend.block_size() == default_block_size(TOP_K)
 
 
 def test_what_swap_in_cannot_serve_is_counted_and_copied_from_nowhere() -> None:
