@@ -5,11 +5,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pydantic import ValidationError
-
 from base.block_hashes import BlockHasher
 from base.errors import StartupError
-from base.wire import first_error
 from control.grammar import Grammar, Lark
 from control.messages import Generate
 from gateway.attempt import TokenizedRequest
@@ -260,10 +257,7 @@ def _grammar(request: ApiRequest, reading: ChatReading | None, added_ids: Mappin
         if calls is None:
             raise ApiError(400, "tool_choice: this model's format has no tool calls", param="tool_choice")
         structure = Lark(grammar=calls)
-    try:
-        return None if structure is None else Grammar(root=structure, after=after)
-    except ValidationError as error:
-        raise ApiError(400, f"the structure of the answer: {first_error(error)['msg']}") from error
+    return None if structure is None else Grammar(structure=structure, after=after)
 
 
 def _salt(given: str | None, client_key: bytes | None) -> str:

@@ -16,10 +16,9 @@ from kernels.ops import ops_for
 
 def triton_backend(kv_format: KVFormat) -> "AttentionBackend":
     """Attention by Triton. Raises ImportError where what compiles csrc/ is missing."""
-    from kernels.triton.attention import Fp8TritonBackend, TritonBackend
+    from kernels.triton.attention import backend_for
 
-    layout = kv_format.fp8_layout
-    return TritonBackend(kv_format) if layout is None else Fp8TritonBackend(kv_format, layout)
+    return backend_for(kv_format)
 
 
 CPU_BLOCK_BYTES = 8 << 20

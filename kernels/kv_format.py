@@ -103,3 +103,8 @@ class KVFormat(ABC):
     def index_queries(self, queries: torch.Tensor) -> torch.Tensor:
         """Index queries [..., index_dim] in the coordinates in which index keys are stored."""
         return queries
+
+    def triton_refusal(self, computed: torch.dtype) -> str | None:
+        """Why `kernels.triton.attention.backend_for` has no backend for a model that computes in that type; None if it
+        has one."""
+        return f"does not read KV in {self.name}"

@@ -19,15 +19,31 @@ An item of 656 bytes is 41 times 16 bytes, so that 16-byte copies are aligned.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from kernels.fp8 import LEAST_AMAX, MAX
 from kernels.kv_format import SCALED_TOGETHER, Fp8Layout, KVFormat
+from kvcache.choices import KVCacheDtype
 
-KVCacheDtype = Literal["auto", "float32", "bfloat16", "fp8_e4m3"]
-"""`--kv-cache-dtype`; auto: the type that the model computes in."""
+_LEAST_INDEX_DIM = 16
+"""The least that a tensor core multiplies in fp8."""
+
+
+def kv_format(name: KVCacheDtype, computed: torch.dtype, latent_dim: int, rope_dim: int, index_dim: int) -> "KVFormat":
+    """The format of that name, for a model of these widths that computes in `computed`.
+
+    Raises ValueError for widths that the format does not take.
+    """
+    match name:
+        case "auto":
+            return DenseFormat(computed, latent_dim + rope_dim, index_dim)
+        case "float32":
+            return DenseFormat(torch.float32, latent_dim + rope_dim, index_dim)
+        case "bfloat16":
+            return DenseFormat(torch.bfloat16, latent_dim + rope_dim, index_dim)
+        case "fp8_e4m3":
+            return Fp8Format(latent_dim, rope_dim, index_dim)
 
 
 @dataclass(frozen=True)
@@ -64,6 +80,12 @@ class DenseFormat(KVFormat):
 
     def index_keys(self, stored: torch.Tensor) -> torch.Tensor:
         return stored.view(self.dtype)
+
+    def triton_refusal(self, computed: torch.dtype) -> str | None:
+        if computed == self.dtype:
+            return None
+        wanted = str(computed).removeprefix("torch.")
+        return f"reads KV of the type that it computes in, {wanted}, or fp8_e4m3, not {self.name}"
 
 
 @dataclass(frozen=True)
@@ -116,6 +138,13 @@ class Fp8Format(Fp8Layout, KVFormat):
 
     def index_queries(self, queries: torch.Tensor) -> torch.Tensor:
         return rotate(queries)
+
+    def triton_refusal(self, computed: torch.dtype) -> str | None:
+        if computed != torch.bfloat16:
+            return f"reads fp8 KV in bfloat16 models, not in {computed}"
+        if self.index_dim < _LEAST_INDEX_DIM:
+            return f"reads fp8 index keys with an index_head_dim of {_LEAST_INDEX_DIM} or more, not {self.index_dim}"
+        return None
 
 
 def quantise(x: torch.Tensor, together: int, power_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

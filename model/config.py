@@ -14,7 +14,8 @@ from base.errors import StartupError
 from kernels.fp8 import BLOCK
 from kernels.kv_format import KVFormat
 from kernels.operands import BlockFp8, Rope, RouterConfig
-from kvcache.format import DenseFormat, Fp8Format, KVCacheDtype
+from kvcache.choices import KVCacheDtype
+from kvcache.format import kv_format
 from kvcache.layout import KVLayout
 from model.checkpoint import read_json
 from model.families import FAMILIES, LayerKind
@@ -60,10 +61,8 @@ class ModelSpec:
     @property
     def kv_format(self) -> KVFormat:
         """How items and index keys are stored. Raises ValueError for widths that the format does not take."""
-        if self.kv_cache_dtype == "fp8_e4m3":
-            return Fp8Format(self.latent_dim, self.item_dim - self.latent_dim, self.index_dim)
-        dtype = self.dtype if self.kv_cache_dtype == "auto" else DTYPES[self.kv_cache_dtype]
-        return DenseFormat(dtype, self.item_dim, self.index_dim)
+        rope_dim = self.item_dim - self.latent_dim
+        return kv_format(self.kv_cache_dtype, self.dtype, self.latent_dim, rope_dim, self.index_dim)
 
     @property
     def kv_layout(self) -> KVLayout:

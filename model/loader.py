@@ -19,7 +19,7 @@ from base.memory import available_host_bytes, human
 from kernels.attention import AttentionBackend, triton_backend
 from kernels.operands import BlockFp8
 from kernels.ops import fp8_unavailable_reason, triton_unavailable_reason
-from kvcache.format import KVCacheDtype
+from kvcache.choices import KVCacheDtype
 from model.checkpoint import fingerprint, has_weight, read_json, weight_files
 from model.config import DTYPES, ModelSpec, read_config
 from model.network import Network
@@ -36,8 +36,6 @@ Quantization = Literal["auto", "fp8"]
 """auto: as the checkpoint is. fp8: weights that are in another type become block-fp8 while they are loaded."""
 
 BackendName = Literal["auto", "triton", "torch"]
-_MIN_INDEX_DIM = 16
-"""The least that a tensor core multiplies in fp8."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
 _OF_ALL_LAYERS = ("embed_tokens", "shared_head.head")
@@ -192,13 +190,8 @@ def _triton_reason(device: torch.device, spec: ModelSpec) -> str | None:
         importlib.import_module("kernels.top_k")
     except ImportError as error:
         return f"needs {error.name}, which compiles its top-k kernel: install hisparse-pd[kernels]"
-    if spec.kv_format.fp8_layout:
-        if spec.dtype != torch.bfloat16:
-            return f"reads fp8 KV in bfloat16 models, not in {spec.dtype}"
-        if spec.index_dim < _MIN_INDEX_DIM:
-            return f"reads fp8 index keys with an index_head_dim of {_MIN_INDEX_DIM} or more, not {spec.index_dim}"
-    elif spec.kv_format.name != (computed := str(spec.dtype).removeprefix("torch.")):
-        return f"reads KV of the type that it computes in, {computed}, or fp8_e4m3, not {spec.kv_format.name}"
+    if reason := spec.kv_format.triton_refusal(spec.dtype):
+        return reason
     # What the registers and the shared memory of one program of the Triton kernels hold.
     for what, size, limit in (
         ("kv_lora_rank", spec.latent_dim, 512),

@@ -7,7 +7,7 @@ from enum import StrEnum
 import torch
 
 from kernels.operands import BlockFp8
-from kvcache.format import KVCacheDtype
+from kvcache.choices import KVCacheDtype
 from model.config import ModelSpec, NetworkConfig
 from model.feed_forward import MixtureOfExperts
 from model.network import Layer, Network
@@ -214,7 +214,7 @@ def _work_on_kv(
     index = Work(
         indexers * keys * spec.kv_format.index_key_bytes,
         2 * indexers * scored * config.index_heads * config.index_dim,
-        spec.kv_cache_dtype == "fp8_e4m3",
+        spec.kv_format.fp8_layout is not None,
     )
     attention = Work(
         len(layers) * items * spec.kv_format.item_bytes,

@@ -12,25 +12,15 @@ from typing import Self
 
 import torch
 
-from control.messages import (
-    AttemptId,
-    ChunkDone,
-    Destination,
-    FetchDone,
-    FetchRequest,
-    Peer,
-    PrefillDone,
-    PrefillFailed,
-    PrefillRequest,
-    Quiesced,
-)
+from control import messages
+from control.messages import AttemptId, ChunkDone, Peer, PrefillDone, PrefillFailed, PrefillRequest
 from control.prompt_logprobs import PromptLogprobs
 from engine.chunked import PrefillJob
 from prefill_node.orders import BlockToSend, LayersRead, TransferReport
 from transfer.memory import Checksum, Checksums
 from transfer.planner import Int64s, expand_extents
 
-Update = ChunkDone | PrefillDone | PrefillFailed | Quiesced | FetchRequest | FetchDone
+Update = ChunkDone | PrefillDone | PrefillFailed | messages.Quiesced | messages.FetchRequest | messages.FetchDone
 """What is told the decode node of an attempt.
 
 FetchRequest asks for KV that the decode node has; FetchDone says that none is read any more, and ends the asking.
@@ -134,7 +124,7 @@ class HeldAttempt(PrefillJob):
 
     id: AttemptId
     decode: Peer
-    destination: Destination
+    destination: messages.Destination
     start: int
     slots: Int64s
     state: HeldState = HeldState.COMPUTING

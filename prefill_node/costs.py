@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from base.tombstones import remember
 from transfer.choices import Transport
 from transfer.transports import TRANSPORTS
 
@@ -120,14 +121,13 @@ class FetchCosts:
         return found
 
     def _model(self, boot_id: str, transport: Transport) -> LinearCost:
-        if boot_id not in self._models:
+        model = self._models.get(boot_id)
+        if model is None:
             a_gigabyte = 1e9 / TRANSPORTS[transport].bytes_per_second
             prior = (((1.0, 0.0), _FIRST_LATENCY_S), ((1.0, 1e9), a_gigabyte))
-            self._models[boot_id] = LinearCost(sizes=(1e5, 1.0), ridge=(1e-6, 1e-6), prior=prior)
-        self._models.move_to_end(boot_id)
-        if len(self._models) > self._limit:
-            self._models.popitem(last=False)
-        return self._models[boot_id]
+            model = LinearCost(sizes=(1e5, 1.0), ridge=(1e-6, 1e-6), prior=prior)
+        remember(self._models, boot_id, model, self._limit)
+        return model
 
 
 def _work(ranges: Sequence[tuple[int, int]]) -> tuple[float, float]:

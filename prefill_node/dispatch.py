@@ -12,23 +12,10 @@ from control.messages import FetchGrant, Peer
 from engine.chunked import PrefillStep
 from model.passes import PrefillChunk
 from model.shard import Shard
+from prefill_node import orders
 from prefill_node.attempt import HeldAttempt, HeldState
 from prefill_node.division import checksums_of_blocks, divide
-from prefill_node.orders import (
-    BlockToRead,
-    BlockToSend,
-    CancelTransfers,
-    DividedPrefix,
-    Gather,
-    Order,
-    Report,
-    Send,
-    Serve,
-    Step,
-    StepChunk,
-    TransferReport,
-    merged,
-)
+from prefill_node.orders import Order, Report, Step, StepChunk, TransferReport
 from ranks.executor import Executor
 from transfer.planner import expand_extents
 
@@ -75,10 +62,10 @@ class Dispatch:
             self._executor.order(rank, Step(number, chunks, blocks[rank], patience))
         return number
 
-    def start_gather(self, prefixes: Sequence[DividedPrefix]) -> int:
+    def start_gather(self, prefixes: Sequence[orders.DividedPrefix]) -> int:
         """Have all ranks exchange what they have read of prefixes, in a step of its own. Returns its number."""
         number = next(self._numbers)
-        self._executor.order_all(Gather(number, tuple(prefixes)))
+        self._executor.order_all(orders.Gather(number, tuple(prefixes)))
         return number
 
     def send(self, attempt: HeldAttempt, start: int, stop: int, step: int | None = None) -> None:
@@ -86,7 +73,7 @@ class Dispatch:
         if stop > attempt.start:
             transfer = self._new_transfer(attempt, stop)
             transfer.missing.add(0)
-            self._executor.order(0, Send(attempt.write(transfer.work, max(start, attempt.start), stop), step))
+            self._executor.order(0, orders.Send(attempt.write(transfer.work, max(start, attempt.start), stop), step))
 
     def read(self, attempt: HeldAttempt, grant: FetchGrant, steps_ended: int) -> tuple[int, tuple[int, ...]]:
         """Have ranks read what the decode node lends, each a block. Returns its number, and bounds as `DividedPrefix`.
@@ -100,7 +87,7 @@ class Dispatch:
         for rank, (start, stop) in enumerate(pairwise(bounds)):
             if start < stop:
                 transfer.missing.add(rank)
-                block = BlockToRead(
+                block = orders.BlockToRead(
                     work=transfer.work,
                     attempt=attempt.id,
                     decode=attempt.decode,
@@ -119,13 +106,13 @@ class Dispatch:
     def cancel(self, numbers: Sequence[int]) -> None:
         """Have nothing more posted of these chunks and prefixes."""
         if numbers:
-            self._executor.order_all(CancelTransfers(tuple(numbers)))
+            self._executor.order_all(orders.CancelTransfers(tuple(numbers)))
 
     def serve(self, decode_nodes: set[Peer]) -> None:
         """These decode nodes have attempts here, and no others."""
         if decode_nodes != self.served:
             self.served = decode_nodes
-            self._executor.order_all(Serve(tuple(decode_nodes)))
+            self._executor.order_all(orders.Serve(tuple(decode_nodes)))
 
     def attempt_of(self, work: int) -> HeldAttempt | None:
         """Of which a chunk is being sent, or a prefix read."""
@@ -145,7 +132,7 @@ class Dispatch:
                 self.cancel([report.work])
             return None
         del self._transfers[report.work]
-        return transfer, merged(transfer.reports)
+        return transfer, orders.merged(transfer.reports)
 
     def _new_transfer(self, attempt: HeldAttempt, stop: int, is_read: bool = False) -> Transfer:
         work = next(self._numbers)
@@ -155,7 +142,7 @@ class Dispatch:
 
     def _blocks(
         self, rank: int, step: PrefillStep[HeldAttempt], transfers: Mapping[int, Transfer]
-    ) -> tuple[BlockToSend, ...]:
+    ) -> tuple[orders.BlockToSend, ...]:
         """What a rank sends of a step."""
         blocks = []
         lengths = [len(chunk.token_ids) for _, chunk in step.chunks]

@@ -11,29 +11,8 @@ import structlog
 
 from base.phase import Phase
 from base.tombstones import remember
-from control.messages import (
-    Abort,
-    Admitted,
-    AttemptId,
-    ChunkDone,
-    ChunkTaken,
-    FetchDone,
-    FetchGrant,
-    FetchRefused,
-    FetchRequest,
-    HeartbeatAck,
-    Holding,
-    Message,
-    NotHeld,
-    Peer,
-    PrefillAccepted,
-    PrefillDone,
-    PrefillFailed,
-    PrefillRequest,
-    Quiesced,
-    Refused,
-    Registered,
-)
+from control import messages
+from control.messages import AttemptId, FetchGrant, FetchRefused, Message, Peer, PrefillFailed, PrefillRequest, Quiesced
 from engine.device import DeviceFailed
 from prefill_node.attempt import HeldAttempt, Update
 from prefill_node.lanes import DecodeNodes
@@ -126,27 +105,32 @@ class PrefillEndpoint:
 
     def _take(self, sender: Peer, message: Message) -> None:
         match message:
-            case PrefillRequest() | ChunkTaken() | Admitted() | Abort() | FetchGrant() | FetchRefused() if (
-                message.attempt.decode != sender.boot_id
-            ):
+            case (
+                PrefillRequest()
+                | messages.ChunkTaken()
+                | messages.Admitted()
+                | messages.Abort()
+                | FetchGrant()
+                | FetchRefused()
+            ) if message.attempt.decode != sender.boot_id:
                 log.warning("not its own attempt", sender=sender.address, **message.attempt.log_fields)
             case PrefillRequest():
                 self._on_request(sender, message)
-            case ChunkTaken():
+            case messages.ChunkTaken():
                 self._answered(message.attempt, ("chunk", message.number))
-            case Admitted():
+            case messages.Admitted():
                 self._answered(message.attempt, "done")
                 attempt = self._held.get(message.attempt)
                 if attempt is not None and self._planner.release(attempt):
                     self._finish(attempt)
-            case Abort():
+            case messages.Abort():
                 self._on_abort(sender, message.attempt)
             case FetchGrant() | FetchRefused():
                 self._answered(message.attempt, "fetch")
                 self._planner.fetch_answered(message)
-            case Holding():
+            case messages.Holding():
                 self._on_holding(sender, message)
-            case Registered() | Refused() | HeartbeatAck():
+            case messages.Registered() | messages.Refused() | messages.HeartbeatAck():
                 pass
             case _:
                 log.warning("not for a prefill node", kind=type(message).__name__, sender=sender.address)
@@ -156,7 +140,7 @@ class PrefillEndpoint:
         if attempt in self._finished:
             self._control.send(decode, self._quiesced(attempt))
             return
-        self._control.send(decode, PrefillAccepted(attempt=attempt))
+        self._control.send(decode, messages.PrefillAccepted(attempt=attempt))
         if attempt in self._held:
             return
         if not self._shell.lifecycle.serving:
@@ -182,7 +166,7 @@ class PrefillEndpoint:
             self._remember(attempt)
             self._control.send(sender, self._quiesced(attempt))
 
-    def _on_holding(self, sender: Peer, message: Holding) -> None:
+    def _on_holding(self, sender: Peer, message: messages.Holding) -> None:
         """Report the progress of the sender's attempts, and which of them are not here."""
         own = tuple(attempt for attempt in message.attempts if attempt.decode == sender.boot_id)
         self._control.send(sender, self._planner.progress(own))
@@ -191,7 +175,7 @@ class PrefillEndpoint:
             if self._finished.get(attempt):
                 self._control.send(sender, self._quiesced(attempt))
         if quiet := tuple(attempt for attempt in gone if not self._finished.get(attempt)):
-            self._control.send(sender, NotHeld(attempts=quiet))
+            self._control.send(sender, messages.NotHeld(attempts=quiet))
 
     # --- updates of the planner ---
 
@@ -203,15 +187,15 @@ class PrefillEndpoint:
         if isinstance(update, PrefillFailed):
             update = update.model_copy(update={"leaving": not self._shell.lifecycle.serving})
         match update:
-            case FetchRequest():
+            case messages.FetchRequest():
                 self._repeat(attempt, "fetch", update)
-            case ChunkDone():
+            case messages.ChunkDone():
                 self._repeat(attempt, ("chunk", update.number), update)
-            case PrefillDone():
+            case messages.PrefillDone():
                 self._repeat(attempt, "done", update)
             case PrefillFailed(in_flight=True):
                 self._repeat(attempt, "failed", update)
-            case FetchDone():
+            case messages.FetchDone():
                 self._answered(attempt.id, "fetch")
                 self._control.send(attempt.decode, update)
             case PrefillFailed() | Quiesced():

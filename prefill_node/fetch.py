@@ -16,7 +16,7 @@ from transfer.checksum import digest
 from transfer.memory import Checksum, Checksums
 from transfer.planner import expand_pages
 from transfer.reader import Reader, ReadReport
-from transfer.writer import Channel
+from transfer.writer import Channel, Pipeline
 
 log = structlog.get_logger(__name__)
 
@@ -182,8 +182,10 @@ class RunningFetch:
             self._arrival.give_up()
 
 
-class Fetcher(Lanes[Fetch]):
-    """Reads blocks of prefixes. kept: readers and sinks that reads of unknown end may use until the process ends."""
+class Fetcher(Lanes[Fetch, KVSink]):
+    """Reads blocks of prefixes."""
+
+    always_lends = True
 
     def __init__(
         self,
@@ -193,48 +195,19 @@ class Fetcher(Lanes[Fetch]):
         page_size: int,
         steps_ended: Callable[[], int],
     ) -> None:
-        """connect: the best way to read a decode node's pool; raises NoRoute. silence: as of Lane. new_sink: where to
-        read to. steps_ended: in this rank, for `BlockToRead.after`."""
-        super().__init__("fetch", lambda decode: _FetchLane(self, decode, silence))
-        self.connect = connect
-        self.new_sink = new_sink
-        self.page_size = page_size
-        self.steps_ended = steps_ended
-        self.kept: list[object] = []
+        """connect, silence: as of Lanes. new_sink: where to read to. steps_ended: in this rank, for
+        `BlockToRead.after`."""
+        super().__init__("fetch", connect, silence, new_sink, lambda sink: sink.close())
+        self._page_size = page_size
+        self._steps_ended = steps_ended
 
+    def connected(self, decode: Peer, channel: Channel) -> None:
+        log.info("reads", decode=decode.address, transport=channel.transport)
 
-class _FetchLane(Lane[Fetch]):
-    """The reader of one decode node's pool, and where it reads to."""
-
-    def __init__(self, fetcher: Fetcher, decode: Peer, silence: Callable[[Peer], float]) -> None:
-        super().__init__(decode, silence)
-        self._fetcher = fetcher
-        self._reader: Reader | None = None
-        self._sink: KVSink | None = None
-
-    def close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-        if self._sink is not None:
-            self._sink.close()
-
-    def _connect(self, destination: Destination) -> None:
-        if self._reader is None:
-            channel = self._fetcher.connect(destination)
-            self._reader = Reader(channel)
-            log.info("reads", decode=self._decode.address, transport=channel.transport)
-        if self._sink is None:
-            self._sink = self._fetcher.new_sink()
-
-    def _post(self, work: Fetch) -> None:
+    def post(self, lane: Lane[Fetch, KVSink], pipeline: Pipeline, work: Fetch) -> None:
         """Returns when nothing of it lands any more."""
-        reader, sink = self._reader, self._sink
-        assert reader is not None
-        assert sink is not None
-        running = RunningFetch(work, reader, sink, self._fetcher.page_size)
-        report = running.run(lambda: self._may_post(work, lambda: self._fetcher.steps_ended() >= work.block.after))
-        if report.in_flight or reader.lost_track:
-            # What they use stays as it is: the next fetch gets new ones.
-            self._fetcher.kept.append((reader, sink))
-            self._reader = self._sink = None
-        self._report(report)
+        running = RunningFetch(work, Reader(pipeline.channel, pipeline), lane.lent(), self._page_size)
+        report = running.run(lambda: lane.may_post(work, lambda: self._steps_ended() >= work.block.after))
+        if report.in_flight or pipeline.lost_track:
+            lane.keep()
+        lane.report(report)

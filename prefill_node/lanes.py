@@ -3,9 +3,9 @@
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Generic, TypeVar
 
 import structlog
@@ -14,6 +14,7 @@ from control.messages import Destination, Peer
 from control.plane import ControlPlane
 from prefill_node.orders import TransferBlock, TransferReport
 from transfer.transports import NoRoute
+from transfer.writer import Channel, Pipeline
 
 log = structlog.get_logger(__name__)
 
@@ -60,98 +61,61 @@ class LaneWork:
 
 
 WorkT = TypeVar("WorkT", bound=LaneWork)
+BuffersT = TypeVar("BuffersT")
 
 
-class Lane(Generic[WorkT]):
-    """What the thread of one decode node does. Whatever fails costs the work concerned, which is reported once."""
+class Lanes(ABC, Generic[WorkT, BuffersT]):
+    """The lanes of one kind, by boot id. One loop calls it. A thread ends only when it is told to.
 
-    def __init__(self, decode: Peer, silence: Callable[[Peer], float]) -> None:
-        """silence: for how many seconds a decode node may have been dead (`ControlPlane.silence`)."""
-        self._decode = decode
-        self._silence = partial(silence, decode)
-        self._unreported: dict[int, WorkT] = {}
-        """What was taken, by its number."""
+    kept: pipelines and buffers that transfers of unknown end may use until the process ends. always_lends: all work
+    uses the buffers, so a lane has them before it posts anything.
+    """
 
-    def serve(self, work: WorkT) -> None:
-        """Post what work asks for. It may end later."""
-        number, fields = work.block.work, work.block.attempt.log_fields
-        self._unreported[number] = work
-        if not work.is_wanted():
-            self._report(TransferReport(number, error="aborted"))
-            return
-        try:
-            self._connect(work.block.destination)
-        except NoRoute as error:
-            log.warning("no route", error=str(error), **fields)
-            self._report(TransferReport(number, error=str(error)))
-        except Exception as error:
-            log.exception("connecting failed", decode=self._decode.address, **fields)
-            self._report(TransferReport(number, error=f"connecting failed: {error}"))
-        else:
-            self._post(work)
+    always_lends = False
 
-    def settle(self) -> bool:
-        """Wait for some of what was posted to end. False if nothing is in flight."""
-        return False
+    def __init__(
+        self,
+        kind: str,
+        connect: Callable[[Destination], Channel],
+        silence: Callable[[Peer], float],
+        lend: Callable[[], BuffersT],
+        take_back: Callable[[BuffersT], None],
+    ) -> None:
+        """kind: names the threads. connect: the best way to a decode node's pool; raises NoRoute. silence: for how many
+        seconds a decode node may have been dead (`ControlPlane.silence`). lend: buffers of one lane, at the first use.
+        """
+        self.kind = kind
+        self.connect = connect
+        self.silence = silence
+        self.lend = lend
+        self.take_back = take_back
+        self.kept: list[object] = []
+        self._lanes: dict[str, Lane[WorkT, BuffersT]] = {}
 
-    def close(self) -> None:
-        """Wait for all that was posted to end, and give back what it used."""
-        raise NotImplementedError
+    @abstractmethod
+    def connected(self, decode: Peer, channel: Channel) -> None:
+        """Log a new way to a decode node's pool."""
 
-    def give_up(self, error: Exception) -> None:
-        """After a bug: nobody knows what is in flight of the work that was not reported."""
-        log.exception("a transfer failed", decode=self._decode.address, works=len(self._unreported))
-        for work in list(self._unreported):
-            self._report(TransferReport(work, error=f"transfer failed: {error}", in_flight=True))
-
-    def _connect(self, destination: Destination) -> None:
-        """Have a way to the decode node's pool. Raises NoRoute."""
-        raise NotImplementedError
-
-    def _post(self, work: WorkT) -> None:
-        raise NotImplementedError
-
-    def _may_post(self, work: WorkT, is_ready: Callable[[], bool] = lambda: True) -> bool:
-        """Wait while the decode node may be dead, or work is not ready. Whether it is still wanted then."""
-        while work.is_wanted():
-            if self._silence() < LEASE_S and is_ready():
-                return True
-            time.sleep(_LOOK_S)
-        return False
-
-    def _report(self, report: TransferReport) -> None:
-        """The one place that reports work: each once."""
-        if (work := self._unreported.pop(report.work, None)) is not None:
-            work.report(report)
-
-
-class Lanes(Generic[WorkT]):
-    """The lanes of one kind, by boot id. One loop calls it. A thread ends only when it is told to."""
-
-    def __init__(self, kind: str, new_lane: Callable[[Peer], Lane[WorkT]]) -> None:
-        """kind: names the threads."""
-        self._kind = kind
-        self._new_lane = new_lane
-        self._lanes: dict[str, tuple[queue.SimpleQueue[WorkT | None], threading.Thread]] = {}
+    @abstractmethod
+    def post(self, lane: "Lane[WorkT, BuffersT]", pipeline: Pipeline, work: WorkT) -> None:
+        """Post what work asks for, on the thread of its lane. It may end later."""
 
     def submit(self, work: WorkT) -> None:
         """Queue work after what was submitted for the same decode node."""
         decode = work.block.decode
         if decode.boot_id not in self._lanes:
-            works: queue.SimpleQueue[WorkT | None] = queue.SimpleQueue()
-            name, run = f"{self._kind}-{decode.address}", partial(_run, self._new_lane(decode), works)
-            self._lanes[decode.boot_id] = works, threading.Thread(target=run, name=name, daemon=True)
-            self._lanes[decode.boot_id][1].start()
-        self._lanes[decode.boot_id][0].put(work)
+            lane = self._lanes[decode.boot_id] = Lane(self, decode)
+            lane.thread.start()
+        self._lanes[decode.boot_id].works.put(work)
 
     def keep_only(self, boot_ids: set[str]) -> None:
         """End the threads of other decode nodes once their queues are empty."""
         for boot_id in self._lanes.keys() - boot_ids:
-            self._lanes.pop(boot_id)[0].put(None)
+            self._lanes.pop(boot_id).works.put(None)
 
     def stop(self, timeout: float) -> bool:
         """End all threads once their queues are empty. Whether they ended in time."""
-        threads = [thread for _, thread in self._lanes.values()]
+        threads = [lane.thread for lane in self._lanes.values()]
         self.keep_only(set())
         deadline = time.monotonic() + timeout
         for thread in threads:
@@ -159,25 +123,114 @@ class Lanes(Generic[WorkT]):
         return not any(thread.is_alive() for thread in threads)
 
 
-def _run(lane: Lane[WorkT], works: "queue.SimpleQueue[WorkT | None]") -> None:
-    while True:
+class Lane(Generic[WorkT, BuffersT]):
+    """What the thread of one decode node does. Whatever fails costs the work concerned, which is reported once."""
+
+    def __init__(self, lanes: Lanes[WorkT, BuffersT], decode: Peer) -> None:
+        self.works: queue.SimpleQueue[WorkT | None] = queue.SimpleQueue()
+        """None: the thread ends."""
+        self.thread = threading.Thread(target=self._run, name=f"{lanes.kind}-{decode.address}", daemon=True)
+        self._lanes = lanes
+        self._decode = decode
+        self._pipeline: Pipeline | None = None
+        self._buffers: BuffersT | None = None
+        self._unreported: dict[int, WorkT] = {}
+        """What was taken, by its number."""
+
+    def lent(self) -> BuffersT:
+        """The buffers of this lane."""
+        if self._buffers is None:
+            self._buffers = self._lanes.lend()
+        return self._buffers
+
+    def may_post(self, work: WorkT, is_ready: Callable[[], bool] = lambda: True) -> bool:
+        """Wait while the decode node may be dead, or work is not ready. Whether it is still wanted then."""
+        while work.is_wanted():
+            if self._lanes.silence(self._decode) < LEASE_S and is_ready():
+                return True
+            time.sleep(_LOOK_S)
+        return False
+
+    def report(self, report: TransferReport) -> None:
+        """The one place that reports work: each once."""
+        if (work := self._unreported.pop(report.work, None)) is not None:
+            work.report(report)
+
+    def keep(self) -> tuple[Pipeline | None, BuffersT | None]:
+        """Use the pipeline and the buffers no more. They stay as they are: something in flight may use them."""
+        used = self._pipeline, self._buffers
+        self._pipeline = self._buffers = None
+        self._lanes.kept.append(used)
+        return used
+
+    def _run(self) -> None:
+        while True:
+            try:
+                if (work := self._next()) is None:
+                    break
+                self._serve(work)
+            except Exception as error:
+                self._give_up(error)
         try:
-            if (work := _next(lane, works)) is None:
-                break
-            lane.serve(work)
+            self._close()
         except Exception as error:
-            lane.give_up(error)
-    try:
-        lane.close()
-    except Exception as error:
-        lane.give_up(error)
+            self._give_up(error)
 
+    def _next(self) -> WorkT | None:
+        """The next work. While there is none, wait for what is in flight to end."""
+        while True:
+            try:
+                return self.works.get_nowait()
+            except queue.Empty:
+                if self._pipeline is None or self._pipeline.is_empty:
+                    return self.works.get()
+                self._pipeline.settle_oldest()
 
-def _next(lane: Lane[WorkT], works: "queue.SimpleQueue[WorkT | None]") -> WorkT | None:
-    """The next work. While there is none, wait for what is in flight to end."""
-    while True:
+    def _serve(self, work: WorkT) -> None:
+        number, fields = work.block.work, work.block.attempt.log_fields
+        self._unreported[number] = work
+        if not work.is_wanted():
+            self.report(TransferReport(number, error="aborted"))
+            return
         try:
-            return works.get_nowait()
-        except queue.Empty:
-            if not lane.settle():
-                return works.get()
+            pipeline = self._connected(work.block.destination)
+        except NoRoute as error:
+            log.warning("no route", error=str(error), **fields)
+            self.report(TransferReport(number, error=str(error)))
+        except Exception as error:
+            log.exception("connecting failed", decode=self._decode.address, **fields)
+            self.report(TransferReport(number, error=f"connecting failed: {error}"))
+        else:
+            self._lanes.post(self, pipeline, work)
+
+    def _connected(self, destination: Destination) -> Pipeline:
+        if self._pipeline is not None and self._pipeline.lost_track:
+            # Its buffers and its channel stay in use for ever: later work gets new ones.
+            self._close()
+        if self._pipeline is None:
+            channel = self._lanes.connect(destination)
+            self._pipeline = Pipeline(channel)
+            self._lanes.connected(self._decode, channel)
+        if self._lanes.always_lends:
+            self.lent()
+        return self._pipeline
+
+    def _close(self) -> None:
+        """Wait for all that was posted to end, and give back what it used."""
+        # Kept alive, whatever fails meanwhile, until it is known that nothing uses it.
+        pipeline, buffers = used = self.keep()
+        if pipeline is not None:
+            pipeline.drain()
+            if pipeline.lost_track:
+                return
+        self._lanes.kept.remove(used)
+        if buffers is not None:
+            self._lanes.take_back(buffers)
+        if pipeline is not None:
+            pipeline.channel.close()
+
+    def _give_up(self, error: Exception) -> None:
+        """After a bug: nobody knows what is in flight of the work that was not reported."""
+        log.exception("a transfer failed", decode=self._decode.address, works=len(self._unreported))
+        for work in list(self._unreported):
+            self.report(TransferReport(work, error=f"transfer failed: {error}", in_flight=True))

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from base.tombstones import remember
 from control.messages import Destination, ModelIdentity, Peer, PrefillRequest
 from control.prompt_logprobs import too_many
 from transfer.choices import Transport
@@ -57,10 +58,8 @@ class Destinations:
 
     def rejection_reason(self, decode: Peer, named: Destination) -> str | None:
         """How a destination differs from the one that the process offered first, or None. The first call counts."""
-        known = self._of_boot.setdefault(decode.boot_id, named)
-        self._of_boot.move_to_end(decode.boot_id)
-        if len(self._of_boot) > self._limit:
-            self._of_boot.popitem(last=False)
+        known = self._of_boot.get(decode.boot_id, named)
+        remember(self._of_boot, decode.boot_id, known, self._limit)
         differing = [name for name in Destination.model_fields if getattr(known, name) != getattr(named, name)]
         if not differing:
             return None

@@ -12,6 +12,7 @@ import structlog
 from base.metrics import Metrics
 from control.messages import AttemptId, FetchGrant, FetchRefused, Peer, PrefillRequest, Progress, Quiesced
 from engine.chunked import ChunkedPrefill, PrefillStep
+from engine.device import DeviceFailed
 from prefill_node.attempt import HeldAttempt, HeldState, Update
 from prefill_node.config import FetchPolicy
 from prefill_node.dispatch import Dispatch, Transfer
@@ -149,9 +150,11 @@ class PrefillPlanner:
         more, and GroupFailed if another rank of this node does not; each once.
         """
         try:
+            if not self.has_failed:
+                self._executor.check()
             for rank, report in self._executor.poll():
                 self._on_report(rank, report)
-        except GroupFailed:
+        except (DeviceFailed, GroupFailed):
             self.has_failed = True
             raise
         now = time.monotonic()
@@ -220,7 +223,7 @@ class PrefillPlanner:
         """Raises DeviceFailed and GroupFailed."""
         running, self._running = self._running, None
         assert running is not None
-        if ended.error is not None:
+        if ended.error is not None and not self.has_failed:
             self._executor.step_failed(ended.error)
         self._steps_ended += 1
         for attempt in running.gathered:
@@ -247,7 +250,6 @@ class PrefillPlanner:
                     attempt.unsent_logprobs.append(found)
             self._advance(attempt)
         if ended.device_failed is not None:
-            self.has_failed = True
             raise ended.device_failed
 
     # --- transfers ---

@@ -4,7 +4,6 @@ import os
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -79,21 +78,8 @@ _pack = copy_runs if (os.cpu_count() or 1) > 2 else stream_runs
 copy past the cache is used, which takes less time."""
 
 
-class KVSource(Protocol):
-    """The pool's buffers. Each lane reads them on its own thread."""
-
-    buffers: BufferInfo
-    in_host_memory: bool
-
-    def gather(self, buffer: int, part: ChunkPart, into: SendBuffer) -> None:
-        """Pack a part's items into a send buffer, in the order of positions. Complete on return."""
-
-    def digest(self, buffer: int, part: ChunkPart, start: int, stop: int) -> int:
-        """Checksum of positions [start, stop) of a part, read in place."""
-
-
 class HostSource:
-    """A pool in host memory."""
+    """A pool in host memory. Each lane reads it on its own thread."""
 
     in_host_memory = True
 
@@ -103,15 +89,17 @@ class HostSource:
         self.buffers = buffer_info(layers)
 
     def gather(self, buffer: int, part: ChunkPart, into: SendBuffer) -> None:
+        """Pack a part's items into a send buffer, in the order of positions. Complete on return."""
         runs, _ = part.packed(self.buffers.item_lengths[buffer])
         _pack(runs.at(self.buffers.ptrs[buffer], into.address))
 
     def digest(self, buffer: int, part: ChunkPart, start: int, stop: int) -> int:
+        """Checksum of positions [start, stop) of a part, read in place."""
         return digest(item_ranges(self.buffers, buffer, part.items[start - part.start : stop - part.start]))
 
 
 class DeviceSource:
-    """A pool in CUDA memory: items are packed on the device and copied out on a stream of their own.
+    """As HostSource, of a pool in CUDA memory: items are packed on the device and copied out on a stream of their own.
 
     A part's row numbers are uploaded once, for all layers, and kept as long as the part.
     """
@@ -152,7 +140,7 @@ class DeviceSource:
 class Reading:
     """How KV is read for sending. layer_of_buffer: the layer that completes each of the source's buffers."""
 
-    source: KVSource
+    source: HostSource | DeviceSource
     layer_of_buffer: tuple[int, ...]
     page_size: int
     checksums: ChecksumMode

@@ -1,17 +1,8 @@
 """Decides which prefixes are fetched back from decode nodes instead of being computed, and follows them.
 
-An attempt that has its pages, and lacks KV that its decode node has (the positions before `PrefillRequest.start`), asks
-for it if fetching is estimated to take less time than computing. What was read counts as computed once every digest
-matches, and every rank has all of it. Whatever else happens, the attempt computes from where it was. A fetch that takes
-as long as computing would have is given up, so a wrong estimate costs at most that time again.
-
-Layers are read in their order, and with one rank the attempt *joins* a step, after the prefix, as soon as the rest of
-them is expected before the step needs it (`arrives_in_time`). Until then it is in no step, so a slow link delays nobody
-else. The step waits for each layer. What it computes of the attempt is sent and cached only when all of the prefix is
-there. If that is not in time, it is void. With several ranks, none has all of a prefix before they have exchanged what
-each has read, in a step of its own.
-
-Of attempts that lack the same prefix at the same time one fetches it. The others wait for that and look again then.
+docs/design.md ("Fetches") has the rules. What was read counts as computed once every digest matches, and every rank has
+all of it. Whatever else happens, the attempt computes from where it was. A wrong estimate costs at most the time of
+computing again.
 """
 
 import time

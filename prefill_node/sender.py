@@ -192,8 +192,8 @@ class OutgoingChunk:
         return sampled(self._reading.checksums, part.start, part.stop, buffer)
 
 
-class Sender(Lanes[Chunk]):
-    """Sends chunks. kept: pipelines and send buffers that writes of unknown end may use until the process ends."""
+class Sender(Lanes[Chunk, SendRing]):
+    """Sends chunks."""
 
     def __init__(
         self,
@@ -202,61 +202,14 @@ class Sender(Lanes[Chunk]):
         connect: Callable[[Destination], Channel],
         silence: Callable[[Peer], float],
     ) -> None:
-        """connect: the best way to a decode node; raises NoRoute. silence: as of Lane."""
-        super().__init__("send", lambda decode: _SendLane(self, decode, silence))
-        self.reading = reading
-        self.rings = rings
-        self.connect = connect
-        self.kept: list[object] = []
+        """connect, silence: as of Lanes."""
+        super().__init__("send", connect, silence, rings.lend, rings.take_back)
+        self._reading = reading
 
+    def connected(self, decode: Peer, channel: Channel) -> None:
+        packing = packing_of(channel.transport, self._reading.source.in_host_memory)
+        log.info("route", decode=decode.address, transport=channel.transport, gathers=packing)
 
-class _SendLane(Lane[Chunk]):
-    """The pipeline to one decode node, and its send buffers."""
-
-    def __init__(self, sender: Sender, decode: Peer, silence: Callable[[Peer], float]) -> None:
-        super().__init__(decode, silence)
-        self._sender = sender
-        self._pipeline: Pipeline | None = None
-        self._ring: SendRing | None = None
-
-    def settle(self) -> bool:
-        if self._pipeline is None or self._pipeline.is_empty:
-            return False
-        self._pipeline.settle_oldest()
-        return True
-
-    def close(self) -> None:
-        pipeline, self._pipeline = self._pipeline, None
-        ring, self._ring = self._ring, None
-        if pipeline is None:
-            return
-        used = (pipeline, ring)
-        # Kept alive, whatever fails meanwhile, until it is known that no write uses it.
-        self._sender.kept.append(used)
-        pipeline.drain()
-        if pipeline.lost_track:
-            return
-        self._sender.kept.remove(used)
-        if ring is not None:
-            self._sender.rings.take_back(ring)
-        pipeline.channel.close()
-
-    def _connect(self, destination: Destination) -> None:
-        if self._pipeline is not None and self._pipeline.lost_track:
-            # Its send buffers and its channel stay in use for ever: later chunks get new ones.
-            self.close()
-        if self._pipeline is None:
-            channel = self._sender.connect(destination)
-            self._pipeline = Pipeline(channel)
-            packing = packing_of(channel.transport, self._sender.reading.source.in_host_memory)
-            log.info("route", decode=self._decode.address, transport=channel.transport, gathers=packing)
-
-    def _post(self, work: Chunk) -> None:
-        assert self._pipeline is not None
-        outgoing = OutgoingChunk(work, self._sender.reading, self._pipeline, self._lent_ring, self._report)
-        outgoing.post(may_post=lambda: self._may_post(work))
-
-    def _lent_ring(self) -> SendRing:
-        if self._ring is None:
-            self._ring = self._sender.rings.lend()
-        return self._ring
+    def post(self, lane: Lane[Chunk, SendRing], pipeline: Pipeline, work: Chunk) -> None:
+        outgoing = OutgoingChunk(work, self._reading, pipeline, lane.lent, lane.report)
+        outgoing.post(may_post=lambda: lane.may_post(work))

@@ -14,27 +14,13 @@ from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
 from model.split import GatherRows
+from prefill_node import orders
 from prefill_node.arrival import AllJobsVoid, AwaitedPrefixes, PrefixArrival
 from prefill_node.compute import ComputeThread, ForwardProgress
 from prefill_node.division import gather_prefixes
 from prefill_node.fetch import Fetch, Fetcher
 from prefill_node.lanes import DecodeNodes
-from prefill_node.orders import (
-    OF_OTHERS,
-    BlockToRead,
-    BlockToSend,
-    CancelTransfers,
-    End,
-    Gather,
-    Order,
-    Report,
-    Send,
-    Serve,
-    Step,
-    StepChunk,
-    StepEnded,
-    TransferReport,
-)
+from prefill_node.orders import Order, Report, Step, StepChunk, StepEnded, TransferReport
 from prefill_node.pool_io import DeviceSink, DeviceSource, HostSink, HostSource, Reading, SendRings
 from prefill_node.sender import Chunk, Sender
 from ranks.executor import RankLine, Worker
@@ -102,23 +88,23 @@ class PrefillWorker:
         match order:
             case Step():
                 self._start(order)
-            case Send(write=write, step=step):
+            case orders.Send(write=write, step=step):
                 number, progress = self._last_step
                 self._send(write, progress if step == number else self._over)
-            case BlockToRead():
+            case orders.BlockToRead():
                 self._read(order)
-            case Gather():
+            case orders.Gather():
                 self._compute.start(order.number, "gathering", lambda: self._exchange(order))
-            case CancelTransfers(works=works):
+            case orders.CancelTransfers(works=works):
                 for block in filter(None, map(self._blocks.get, works)):
                     block.is_cancelled = True
                     if block.arrival is not None:
                         block.arrival.give_up()
-            case Serve(decode_nodes=decode_nodes):
+            case orders.Serve(decode_nodes=decode_nodes):
                 boot_ids = {decode.boot_id for decode in decode_nodes}
                 self._sender.keep_only(boot_ids)
                 self._fetcher.keep_only(boot_ids)
-            case End():
+            case orders.End():
                 pass
 
     def close(self, timeout: float) -> bool:
@@ -148,11 +134,11 @@ class PrefillWorker:
         for write in step.writes:
             self._send(write, progress)
 
-    def _send(self, write: BlockToSend, progress: ForwardProgress) -> None:
+    def _send(self, write: orders.BlockToSend, progress: ForwardProgress) -> None:
         block = self._blocks[write.work] = _Block()
         self._sender.submit(Chunk(write, lambda: not block.is_cancelled, self._block_ended, progress))
 
-    def _read(self, read: BlockToRead) -> None:
+    def _read(self, read: orders.BlockToRead) -> None:
         arrival = PrefixArrival(
             self._pool.layout.layer_of_buffer, read.work, self._report if read.reports_layers else None
         )
@@ -191,7 +177,7 @@ class PrefillWorker:
         pages = PagedSequence(self._pool, chunk.pages)
         return PrefillChunk(token_ids, next_ids, chunk.start, chunk.sequence_length, pages)
 
-    def _exchange(self, gather: Gather) -> Callable[[], StepEnded]:
+    def _exchange(self, gather: orders.Gather) -> Callable[[], StepEnded]:
         self._gather(gather.prefixes)
         return partial(StepEnded, gather.number)
 
@@ -226,7 +212,7 @@ class RankLoop:
         self._watch_at = 0.0
         self._has_ended = False
         self._worker = new_worker(self._report)
-        self._line = RankLine(ranks.lines[0], 0, OF_OTHERS, shell.inbox.put, ranks.fail)
+        self._line = RankLine(ranks.lines[0], 0, orders.OF_OTHERS, shell.inbox.put, ranks.fail)
 
     def run(self) -> None:
         """Obey until rank 0 ends the node. Raises GroupFailed if a rank ends otherwise, or fails in a step."""
@@ -247,9 +233,9 @@ class RankLoop:
             case StepEnded(error=error):
                 if error is not None:
                     raise self._ranks.failure(RuntimeError(error))
-            case End():
+            case orders.End():
                 self._has_ended = True
-            case Serve(decode_nodes=decode_nodes):
+            case orders.Serve(decode_nodes=decode_nodes):
                 self._served = decode_nodes
                 self._watch()
                 self._worker.take(item)

@@ -15,7 +15,6 @@ import msgpack
 import structlog
 from pydantic import TypeAdapter
 
-from ranks.barrier import GroupFailed
 from ranks.group import Ranks
 from ranks.sealed_socket import FrameRefused, SealedSocket
 
@@ -145,7 +144,6 @@ class Executor(Generic[OrderT, ReportT]):
             RankLine(connection, rank, codec, partial(self.report, rank), ranks.fail)
             for rank, connection in sorted(ranks.lines.items())
         ]
-        self._has_failed = False
 
     @property
     def world_size(self) -> int:
@@ -167,21 +165,18 @@ class Executor(Generic[OrderT, ReportT]):
         self._reports.put((rank, report))
         self._wake()
 
+    def check(self) -> None:
+        """Raises GroupFailed if a rank has ended."""
+        self._ranks.check()
+
     def poll(self) -> Iterator[tuple[int, ReportT]]:
-        """What ranks have reported, each with its rank; what is not taken stays. Raises GroupFailed, once, if a rank
-        has ended."""
-        if not self._has_failed:
-            try:
-                self._ranks.check()
-            except GroupFailed:
-                self._has_failed = True
-                raise
-        return self._taken()
+        """What ranks have reported, each with its rank; what is not taken stays."""
+        while not self._reports.empty():
+            yield self._reports.get()
 
     def step_failed(self, error: str) -> None:
-        """Rank 0 could not do its part of a step. Raises GroupFailed, once, if other ranks wait for it."""
-        if self._lines and not self._has_failed:
-            self._has_failed = True
+        """Rank 0 could not do its part of a step. Raises GroupFailed if other ranks wait for it."""
+        if self._lines:
             raise self._ranks.failure(RuntimeError(error))
 
     def leave(self, order: OrderT) -> None:
@@ -192,7 +187,3 @@ class Executor(Generic[OrderT, ReportT]):
     def close(self, timeout: float) -> bool:
         """End rank 0's worker. Whether all that it was ordered to do has ended within so many seconds."""
         return self._worker.close(timeout)
-
-    def _taken(self) -> Iterator[tuple[int, ReportT]]:
-        while not self._reports.empty():
-            yield self._reports.get()

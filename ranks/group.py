@@ -162,13 +162,12 @@ class RankGroup(Ranks):
         self._store.set_timeout(_LOADING)
         self._stages = 0
         self._exchange: GroupExchange | None = None
-        self._status.set_pid(self.rank, os.getpid())
-        self.share(None)
+        pids = [pid if rank in place.neighbours else 0 for rank, pid in enumerate(self.share(os.getpid()))]
         self._watch = RankWatch(
             self._status,
             self.rank,
             place.wakeup_fds[self.rank],
-            tuple(map(self._status.pid, range(self.world_size))),
+            tuple(pids),
             step_timeout,
             wake,
         )

@@ -20,7 +20,7 @@ from ranks.sealed_socket import FrameRefused, SealedSocket
 _ENTRY_BYTES = 1024
 _LINE = 8
 """Numbers in a cache line: what a rank writes for every step has a line of its own."""
-_POSTS, _PID, _BEAT, _ASLEEP, _PHASE, _DONE, _TURNS = 0, *range(_LINE, _LINE + 6)
+_POSTS, _BEAT, _ASLEEP, _PHASE, _DONE, _TURNS = 0, *range(_LINE, _LINE + 5)
 _TEXT, _CODE, _REPORTED_AT = 2 * _LINE, 2 * _LINE + 1, 2 * _LINE + 2
 """The length of the text that follows, an exit code, and when that was reported (time.monotonic_ns)."""
 _TEXT_BYTES = _ENTRY_BYTES - 8 * (_REPORTED_AT + 1)
@@ -83,13 +83,6 @@ class SharedStatus:
         return max(posts) & _BATCH_MASK if min(posts) >> _BATCH_BITS >= number else None
 
     # What each rank says of itself.
-
-    def set_pid(self, rank: int, pid: int) -> None:
-        self._set(rank, _PID, pid)
-
-    def pid(self, rank: int) -> int:
-        """0 if it has not said."""
-        return self._get(rank, _PID)
 
     def beat(self, rank: int) -> None:
         """Show that the process runs."""

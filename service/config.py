@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from base.errors import StartupError
 from base.flags import Flag
+from kvcache.choices import KVCacheDtype
 from service.lifecycle import DRAIN_TIMEOUT_S
 from transfer.choices import TransferProtocol
 
@@ -102,7 +103,7 @@ class NodeConfig(ProcessConfig):
         Flag("What is computed in; auto is the checkpoint's own."),
     ] = "auto"
     kv_cache_dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "fp8_e4m3"],
+        KVCacheDtype,
         Flag("How KV is stored and sent, the same on all nodes; auto follows --dtype."),
     ] = "auto"
     speculative_num_steps: Annotated[

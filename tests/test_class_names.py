@@ -11,7 +11,6 @@ EXCEPTIONS = {
     # Words of the APIs that the gateway speaks, each in the module of its API or of its half (request or answer).
     *("Block", "Choice", "Message", "Prompt", "PromptLogprobs", "Status", "Tool", "ToolChoice"),
     "Json",  # read-only in answers, built in the schema of the HTTP interface
-    "Node",  # of a grammar's tree, and a node that a gateway knows
 }
 """Names that still stand for two things. Each is used within one package or module; the list only shrinks."""
 

@@ -40,9 +40,10 @@ class ReadReport:
 class Reader:
     """Reads over one channel (`Transports.connect_to_read`). One thread uses it."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, pipeline: Pipeline | None = None) -> None:
+        """pipeline: of that channel, if its owner has one."""
         self._channel = channel
-        self._pipeline = Pipeline(channel)
+        self._pipeline = pipeline or Pipeline(channel)
 
     @property
     def lost_track(self) -> bool:

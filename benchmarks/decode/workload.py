@@ -14,7 +14,7 @@ from hisparse.tiers import build_tiers
 from kernels.attention import AttentionBackend
 from kernels.fp8 import quantise_activations
 from kernels.operands import IndexQueries, PagedKeys, RouterConfig
-from kvcache.format import KVCacheDtype
+from kvcache.choices import KVCacheDtype
 from model.config import ModelSpec, NetworkConfig, network_config
 from model.families import ShapeName, published_config
 from model.roofline import RankModel

@@ -18,7 +18,7 @@ from rich.table import Table
 from benchmarks.grammar.cases import CASES
 from benchmarks.grammar.steps import GrammarSteps
 from benchmarks.machine import this_machine
-from control.grammar import Grammar, Node, Regex
+from control.grammar import Grammar, Regex, Structure
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.masks import MaskWriter
 from engine.grammar.state import CompiledGrammar, GrammarState
@@ -45,7 +45,7 @@ def main(
     console.print(f"vocabulary: {tokenizer.get_vocab_size()} tokens of {vocab_size}, loaded in {took:.1f} s")
     compiler = GrammarCompiler(vocabulary)
     try:
-        compiled = {name: _compiled(compiler, node) for name, (node, _) in CASES.items()}
+        compiled = {name: _compiled(compiler, structure) for name, (structure, _) in CASES.items()}
     finally:
         compiler.close()
     table = _table("grammar", "compile ms", "first us", "one: median", "90%", f"{batch}: median", "90%", "by clock")
@@ -84,13 +84,13 @@ def _table(*headings: str) -> Table:
     return table
 
 
-def _compiled(compiler: GrammarCompiler, node: Node) -> tuple[CompiledGrammar, float]:
+def _compiled(compiler: GrammarCompiler, structure: Structure) -> tuple[CompiledGrammar, float]:
     """A grammar, and the milliseconds from its message to its first mask's being ready."""
     # Every process is ready once it has answered something.
     for number in range(8):
-        compiler.submit(Grammar(root=Regex(pattern=f"{number}"))).result()
+        compiler.submit(Grammar(structure=Regex(pattern=f"{number}"))).result()
     began = time.perf_counter()
-    grammar = compiler.submit(Grammar(root=node)).result()
+    grammar = compiler.submit(Grammar(structure=structure)).result()
     return grammar, (time.perf_counter() - began) * 1e3
 
 

@@ -2,7 +2,10 @@
 
 import json
 
-from control.grammar import JSON_OBJECT, JsonSchema, Node, Regex, Tag, Tags, TextChoice
+from control.grammar import JSON_OBJECT, JsonSchema, Lark, Regex, Structure, TextChoice
+from gateway.formats.glm import GlmParser
+from gateway.formats.grammar import CallGrammar
+from gateway.formats.tools import ToolSet
 
 _ANSWER = json.dumps(
     {
@@ -38,7 +41,20 @@ _WIDE = {
     "type": "object",
     "properties": {f"property_{i}": {"type": ["string", "integer"], "description": "x" * 30} for i in range(120)},
 }
-CASES: dict[str, tuple[Node, str]] = {
+
+
+def _tool_call() -> tuple[Structure, str]:
+    """A required call in GLM's format."""
+    rules, tool = CallGrammar({}), {"type": "function", "function": {"name": "f", "parameters": _SCHEMA}}
+    grammar = rules.text(GlmParser.call_grammar(rules, ToolSet([tool]), "f", "0"))
+    arguments = "".join(
+        f"<arg_key>{key}</arg_key><arg_value>{value if isinstance(value, str) else json.dumps(value)}</arg_value>"
+        for key, value in json.loads(_ANSWER).items()
+    )
+    return Lark(grammar=grammar), f"<tool_call>f{arguments}</tool_call>"
+
+
+CASES: dict[str, tuple[Structure, str]] = {
     "json_object": (JSON_OBJECT, _ANSWER),
     "json_schema": (JsonSchema(schema_text=json.dumps(_SCHEMA)), _ANSWER),
     f"json_schema of {len(json.dumps(_WIDE)) / 1024:.0f} KiB": (
@@ -50,11 +66,5 @@ CASES: dict[str, tuple[Node, str]] = {
         "The Report 2024-05" + ", some words" * 40 + ".",
     ),
     "choice of 1000": (TextChoice(options=tuple(f"option number {i}" for i in range(1000))), "option number 777"),
-    "tool call": (
-        Tags(
-            tags=(Tag(begin="<call>", content=JsonSchema(schema_text=json.dumps(_SCHEMA)), end="</call>"),),
-            triggers=("<call",),
-        ),
-        f"I look that up for you, one moment please. <call>{_ANSWER}</call>",
-    ),
+    "tool call": _tool_call(),
 }

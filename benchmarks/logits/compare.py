@@ -10,7 +10,8 @@ import torch
 from benchmarks.logits.checkpoint import SIZES, PublishedShape, RandomCheckpoint, Sizes, random_checkpoint
 from benchmarks.logits.forced import forced_logits
 from benchmarks.logits.plain import EXACT, Arithmetic, PlainNetwork
-from kvcache.format import Fp8Format, KVCacheDtype
+from kvcache.choices import KVCacheDtype
+from kvcache.format import Fp8Format
 from model.loader import choose_backend, load_model, read_spec
 
 KV: tuple[KVCacheDtype, ...] = ("bfloat16", "fp8_e4m3")

@@ -186,7 +186,7 @@ class _Timed:
         self._sender.stop(timeout=5.0)
 
 
-class _Nothing:
+class _Nothing(HostSource):
     """A channel and a source that do nothing: what remains of sending is planning."""
 
     max_batch = NO_LIMIT

@@ -17,7 +17,7 @@ answer: a JSON object, a schema of 5 properties, one of 11 KiB with 120, a regul
 | download | 3 MB, depends on nothing | 1.3 MB and torch, transformers, tvm-ffi, Triton |
 | memory with the vocabulary | 143 MB | 101 MB |
 
-xgrammar knows the tool formats of DeepSeek and GLM; here chat formats write theirs down with `control.grammar`.
+xgrammar knows the tool formats of DeepSeek and GLM; here chat formats write theirs in Lark (`gateway/formats/`).
 
 **Why proofs.** llguidance bounds the fuel of its lexer and parser, their states and the size of a grammar. It does not
 bound everything: a chain of 20,000 rules overflows its stack, which ends the process, and whether the intersection of

@@ -24,10 +24,10 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from pydantic import ValidationError
 
-from control.grammar import Grammar, JsonSchema, Leaf
+from control.grammar import Grammar, JsonSchema, Structure
 from engine.grammar.errors import GrammarError
 from engine.grammar.json_schema import read_schema, subschemas, with_options
-from engine.grammar.translate import Translator, leaves
+from engine.grammar.translate import Translator
 
 HELD_BYTES = 64 * 2**20
 """Memory that a compiled grammar may hold: every request with it holds about as much."""
@@ -80,7 +80,9 @@ class Proofs:
             text = self._translator.translate(grammar)
             return text, self._compile(text)
         except GrammarError as error:
-            raise GrammarError(self._located(grammar, str(error))) from error
+            structure, reason = grammar.structure, str(error)
+            where = structure.kind + _pointer(structure, reason)
+            raise GrammarError(f"{where}: {_shortened(reason)}") from error
 
     def _compile(self, text: str) -> int:
         before = _allocated()
@@ -103,33 +105,6 @@ class Proofs:
             if not allowed or not matcher.consume_token(draw.choice(allowed)):
                 return
 
-    def _located(self, grammar: Grammar, reason: str) -> str:
-        """What is wrong and where: the first leaf that cannot be compiled alone."""
-        for where, leaf in leaves(grammar.root):
-            try:
-                self._compile(self._translator.translate(Grammar(root=leaf)))
-            except GrammarError as error:
-                return f"{where}{self._pointer(leaf, str(error))}: {_shortened(str(error))}"
-        return _shortened(reason)
-
-    def _pointer(self, leaf: Leaf, reason: str) -> str:
-        """Where in a JSON schema the reason is: the innermost subschema that gives the same one, as a JSON pointer."""
-        if not isinstance(leaf, JsonSchema):
-            return ""
-        try:
-            root = read_schema(leaf.schema_text)
-        except GrammarError:
-            return ""
-        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        pointer, schema = "", root
-        while True:
-            for step, within in subschemas(schema):
-                if _library_error(definitions | within) in reason:
-                    pointer, schema = pointer + step, within
-                    break
-            else:
-                return f" at {pointer}" if pointer else ""
-
 
 class _Bytes:
     """The vocabulary of a proof, as `TokenizerWrapper` takes it."""
@@ -144,6 +119,25 @@ class _Bytes:
 
     def __call__(self, text: bytes) -> list[int]:
         return [self._ids[byte] for byte in text]
+
+
+def _pointer(structure: Structure, reason: str) -> str:
+    """Where in a JSON schema the reason is: the innermost subschema that gives the same one, as a JSON pointer."""
+    if not isinstance(structure, JsonSchema):
+        return ""
+    try:
+        root = read_schema(structure.schema_text)
+    except GrammarError:
+        return ""
+    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    pointer, schema = "", root
+    while True:
+        for step, within in subschemas(schema):
+            if _library_error(definitions | within) in reason:
+                pointer, schema = pointer + step, within
+                break
+        else:
+            return f" at {pointer}" if pointer else ""
 
 
 def _library_error(schema: dict[str, Any]) -> str:

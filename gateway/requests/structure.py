@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from base.wire import first_error
-from control.grammar import JSON_OBJECT, JsonSchema, Lark, Node, Regex, TextChoice
+from control.grammar import JSON_OBJECT, JsonSchema, Lark, Regex, Structure, TextChoice
 from gateway.errors import ApiError
 from gateway.requests.body import JsonObject, Piece
 
@@ -55,10 +55,10 @@ class StructureFields(Piece):
     guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
     guided_grammar: str | None = None
 
-    def structure(self) -> Node | None:
+    def structure(self) -> Structure | None:
         """What the text has to look like; None: anything. Raises ApiError if there are two answers to that."""
         try:
-            wanted = {name: node for name, node in self._structures().items() if node is not None}
+            wanted = {name: made for name, made in self._structures().items() if made is not None}
         except ValidationError as error:
             message = f"the structure of the answer cannot be used: {first_error(error)['msg']}"
             raise ApiError(400, message) from error
@@ -66,7 +66,7 @@ class StructureFields(Piece):
             raise ApiError(400, f"{' and '.join(wanted)}: expected one of them", param=next(iter(wanted)))
         return next(iter(wanted.values()), None)
 
-    def _structures(self) -> dict[str, Node | None]:
+    def _structures(self) -> dict[str, Structure | None]:
         form, outputs = self.response_format, self.structured_outputs or StructuredOutputs()
         schema = form.json_schema.schema_ if form and form.type == "json_schema" and form.json_schema else None
         return {
@@ -78,11 +78,11 @@ class StructureFields(Piece):
         }
 
 
-def _schema(schema: dict[str, Any] | str) -> Node:
+def _schema(schema: dict[str, Any] | str) -> Structure:
     return JsonSchema(schema_text=schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False))
 
 
-_MAKERS: dict[str, Callable[[Any], Node]] = {
+_MAKERS: dict[str, Callable[[Any], Structure]] = {
     "json": _schema,
     "regex": lambda pattern: Regex(pattern=pattern),
     "choice": lambda options: TextChoice(options=tuple(options)),
@@ -90,5 +90,5 @@ _MAKERS: dict[str, Callable[[Any], Node]] = {
 }
 
 
-def _made(kind: str, value: Any) -> Node | None:
+def _made(kind: str, value: Any) -> Structure | None:
     return None if value is None else _MAKERS[kind](value)

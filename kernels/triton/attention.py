@@ -73,3 +73,9 @@ class Fp8TritonBackend(TritonBackend):
 
     def _multiplied(self, index: IndexQueries, keys: torch.Tensor) -> tuple[IndexQueries, StoredKeys]:
         return encode_index_queries(index), StoredKeys.fp8(keys.contiguous(), self._layout.index_dim)
+
+
+def backend_for(kv_format: KVFormat) -> TritonBackend:
+    """The backend that reads a format (`KVFormat.triton_refusal`)."""
+    layout = kv_format.fp8_layout
+    return TritonBackend(kv_format) if layout is None else Fp8TritonBackend(kv_format, layout)

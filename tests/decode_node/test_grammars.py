@@ -12,7 +12,7 @@ from engine.grammar.vocabulary import Vocabulary
 from tests.decode_node.world import GATEWAY, HOT, VOCAB, World, counted
 from tests.gateway.world import EOS, byte_tokenizer
 
-WORDS = Grammar(root=TextChoice(options=("abc", "xyz")))
+WORDS = Grammar(structure=TextChoice(options=("abc", "xyz")))
 
 
 def bytes_vocabulary() -> Vocabulary:
@@ -41,7 +41,7 @@ def test_an_answer_follows_its_grammar_and_others_are_as_they_were(h: World) -> 
 
 
 def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(h: World) -> None:
-    h.ask("bad", tokens=5, grammar=Grammar(root=JsonSchema(schema_text='{"type": "nonsense"}')))
+    h.ask("bad", tokens=5, grammar=Grammar(structure=JsonSchema(schema_text='{"type": "nonsense"}')))
     h.ask("good", prompt=(1, 5), tokens=5)
     h.run()
     assert h.ended == {"bad": "invalid", "good": "length"}
@@ -88,7 +88,7 @@ def test_a_request_that_ends_before_its_grammar_is_compiled_leaves_nothing(h: Wo
 def test_a_retracted_request_goes_on_in_its_grammar() -> None:
     """Nine device slots: two requests with one slot each are admitted, and each grows to five."""
     h = World(device_slots=HOT + 1 + 2, vocabulary=bytes_vocabulary)
-    pattern = Grammar(root=Regex(pattern="(ab|cd){14}x"))
+    pattern = Grammar(structure=Regex(pattern="(ab|cd){14}x"))
     for name in "pqrs":
         h.ask(name, prompt=(1, 200), tokens=40, grammar=pattern, sampling=Sampling(temperature=1.0, seed=ord(name)))
     h.run()

@@ -6,12 +6,12 @@ from typing import Any
 import httpx
 import pytest
 
-from control.grammar import JSON_OBJECT, Grammar, JsonSchema, Lark, Node, Regex, TextChoice
+from control.grammar import JSON_OBJECT, Grammar, JsonSchema, Lark, Regex, Structure, TextChoice
 from tests.gateway.nodes import FakeDecodeNode
 from tests.gateway.world import QUESTION, WEATHER, World
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-FORMS: list[tuple[dict[str, Any], Node]] = [
+FORMS: list[tuple[dict[str, Any], Structure]] = [
     ({"response_format": {"type": "json_object"}}, JSON_OBJECT),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
@@ -28,12 +28,12 @@ FORMS: list[tuple[dict[str, Any], Node]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "root"), FORMS)
+@pytest.mark.parametrize(("fields", "structure"), FORMS)
 def test_nodes_are_told_the_structure(
-    http: httpx.Client, decode: FakeDecodeNode, fields: dict[str, Any], root: Node
+    http: httpx.Client, decode: FakeDecodeNode, fields: dict[str, Any], structure: Structure
 ) -> None:
     assert http.post("/v1/completions", json={"prompt": "a", **fields}).status_code == 200
-    assert decode.generated[0].grammar == Grammar(root=root)
+    assert decode.generated[0].grammar == Grammar(structure=structure)
 
 
 def test_text_is_free_by_default(http: httpx.Client, decode: FakeDecodeNode) -> None:
@@ -44,10 +44,10 @@ def test_text_is_free_by_default(http: httpx.Client, decode: FakeDecodeNode) -> 
 def test_behind_reasoning_the_structure_begins(glm: World) -> None:
     glm.says("well</think>{}")
     glm.chat(QUESTION, response_format={"type": "json_object"})
-    assert glm.decode.generated[0].grammar == Grammar(root=JSON_OBJECT, after="</think>")
+    assert glm.decode.generated[0].grammar == Grammar(structure=JSON_OBJECT, after="</think>")
     glm.says("{}")
     glm.chat(QUESTION, response_format={"type": "json_object"}, extra_body={"reasoning_effort": "none"})
-    assert glm.decode.generated[0].grammar == Grammar(root=JSON_OBJECT)
+    assert glm.decode.generated[0].grammar == Grammar(structure=JSON_OBJECT)
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
@@ -57,9 +57,9 @@ def test_a_call_that_is_required_is_a_grammar(deepseek: World, choice: Any) -> N
     deepseek.chat(QUESTION, tools=[WEATHER, other], tool_choice=choice)
     grammar = deepseek.decode.generated[0].grammar
     assert grammar is not None
-    assert isinstance(grammar.root, Lark)
-    assert "weather" in grammar.root.grammar
-    assert ("clock" in grammar.root.grammar) == (choice == "required")
+    assert isinstance(grammar.structure, Lark)
+    assert "weather" in grammar.structure.grammar
+    assert ("clock" in grammar.structure.grammar) == (choice == "required")
 
 
 def test_a_grammar_that_no_node_can_compile_is_the_clients_mistake(http: httpx.Client, decode: FakeDecodeNode) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from control.grammar import Grammar, Node
+from control.grammar import Grammar, Structure
 from engine.grammar.proofs import Proofs
 from engine.grammar.state import CompiledGrammar, GrammarState
 from engine.grammar.vocabulary import Vocabulary
@@ -57,9 +57,9 @@ def proofs() -> Proofs:
     return Proofs(known.vocab_size, known.added_tokens, known.stop_token_ids)
 
 
-def compiled(root: Node, after: str | None = None) -> CompiledGrammar:
+def compiled(structure: Structure, after: str | None = None) -> CompiledGrammar:
     """A grammar, proved in this process. Raises GrammarError."""
-    return CompiledGrammar(vocabulary(), proofs().prove(Grammar(root=root, after=after))[0])
+    return CompiledGrammar(vocabulary(), proofs().prove(Grammar(structure=structure, after=after))[0])
 
 
 def encode(text: str) -> list[int]:

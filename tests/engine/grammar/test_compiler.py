@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from control.grammar import JSON_OBJECT, Grammar, JsonSchema, Lark, Node, Regex, TextChoice
+from control.grammar import JSON_OBJECT, Grammar, JsonSchema, Lark, Regex, Structure, TextChoice
 from engine.grammar.compiler import CompilerLimits, GrammarCompiler
 from engine.grammar.errors import CompilerBusy, GrammarError
 from tests.engine.grammar.small import accepts, vocabulary
@@ -16,18 +16,18 @@ from tests.engine.grammar.small import accepts, vocabulary
 LIMITS = CompilerLimits(seconds=0.5, quick_seconds=0.2, threads=2)
 
 
-def patterns(count: int) -> Node:
+def patterns(count: int) -> Structure:
     """An intersection whose emptiness takes very long to decide."""
     parts = [{"type": "string", "pattern": f".*a.{{{n}}}b.*"} for n in range(3, 3 + count)]
     return JsonSchema(schema_text=json.dumps({"allOf": parts}))
 
 
-def chain(rules: int) -> Node:
+def chain(rules: int) -> Structure:
     """Rules that the library follows by recursion."""
     return Lark(grammar="start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(rules)) + f'a{rules}: "x"')
 
 
-def product(factors: int) -> Node:
+def product(factors: int) -> Structure:
     """Alternatives that multiply."""
     parts = [
         {"anyOf": [{"properties": {f"p{i}{j}": {"maxLength": i + j}}, "required": [f"p{i}{j}"]} for j in range(4)]}
@@ -43,22 +43,22 @@ def compiler() -> Iterator[GrammarCompiler]:
     made.close()
 
 
-def submit(compiler: GrammarCompiler, root: Node) -> GrammarError | None:
-    error = compiler.submit(Grammar(root=root)).exception(60)
+def submit(compiler: GrammarCompiler, structure: Structure) -> GrammarError | None:
+    error = compiler.submit(Grammar(structure=structure)).exception(60)
     assert error is None or isinstance(error, GrammarError)
     return error
 
 
 def test_what_compiles_is_compiled_once(compiler: GrammarCompiler) -> None:
-    first = compiler.submit(Grammar(root=JSON_OBJECT))
+    first = compiler.submit(Grammar(structure=JSON_OBJECT))
     assert accepts(first.result(60).start(), '{"a": 1}')
-    again = compiler.submit(Grammar(root=JSON_OBJECT.model_copy()))
+    again = compiler.submit(Grammar(structure=JSON_OBJECT.model_copy()))
     assert again.done()
     assert again.result() is first.result()
 
 
 def test_an_error_is_remembered(compiler: GrammarCompiler) -> None:
-    wrong = Grammar(root=Regex(pattern="("))
+    wrong = Grammar(structure=Regex(pattern="("))
     assert "regex: " in str(compiler.submit(wrong).exception(60))
     assert compiler.submit(wrong).done()
 
@@ -73,7 +73,7 @@ def test_an_error_is_remembered(compiler: GrammarCompiler) -> None:
     ids=["stack", "time", "product"],
 )
 def test_an_attack_becomes_an_error_and_the_next_grammar_compiles(
-    compiler: GrammarCompiler, attack: Node, message: str
+    compiler: GrammarCompiler, attack: Structure, message: str
 ) -> None:
     error = submit(compiler, attack)
     assert error is not None
@@ -87,8 +87,8 @@ def test_a_small_grammar_does_not_wait_for_an_attack() -> None:
         # All processes are ready.
         for number in range(4):
             assert submit(compiler, TextChoice(options=(f"ready {number}",))) is None
-        attack = compiler.submit(Grammar(root=patterns(17)))
-        small = compiler.submit(Grammar(root=TextChoice(options=("a", "b"))))
+        attack = compiler.submit(Grammar(structure=patterns(17)))
+        small = compiler.submit(Grammar(structure=TextChoice(options=("a", "b"))))
         before = time.monotonic()
         assert small.result(60)
         waited = time.monotonic() - before
@@ -102,19 +102,19 @@ def test_a_small_grammar_does_not_wait_for_an_attack() -> None:
 def test_a_full_queue_and_a_closed_compiler_refuse() -> None:
     compiler = GrammarCompiler(vocabulary(), CompilerLimits(seconds=1.0, threads=1, waiting=1))
     children = len(psutil.Process(os.getpid()).children())
-    futures = [compiler.submit(Grammar(root=patterns(17 + n))) for n in range(4)]
+    futures = [compiler.submit(Grammar(structure=patterns(17 + n))) for n in range(4)]
     assert any(isinstance(future.exception(0), CompilerBusy) for future in futures if future.done())
     compiler.close()
     assert all(isinstance(future.exception(10), CompilerBusy) for future in futures)
     with pytest.raises(CompilerBusy):
-        compiler.submit(Grammar(root=JSON_OBJECT)).result(10)
+        compiler.submit(Grammar(structure=JSON_OBJECT)).result(10)
     assert len(psutil.Process(os.getpid()).children()) <= children
 
 
 def test_the_cache_is_bounded() -> None:
     compiler = GrammarCompiler(vocabulary(), CompilerLimits(threads=1, entries=2))
     try:
-        grammars = [Grammar(root=TextChoice(options=(f"{n}",))) for n in range(3)]
+        grammars = [Grammar(structure=TextChoice(options=(f"{n}",))) for n in range(3)]
         for grammar in grammars:
             compiler.submit(grammar).result(60)
         assert not compiler.submit(grammars[0]).done()

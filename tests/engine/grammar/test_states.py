@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from control.grammar import JSON_OBJECT, JsonSchema, Lark, Regex, Text, TextChoice
+from control.grammar import JSON_OBJECT, JsonSchema, Lark, Regex, TextChoice
 from engine.grammar.errors import GrammarViolation
 from tests.engine.grammar.small import EOS, SIZE, TOOL_CALL, allowed, compiled, encode, id_of, vocabulary
 
@@ -33,7 +33,7 @@ def test_states_of_one_grammar_are_independent() -> None:
 
 
 def test_only_stop_tokens_follow_a_whole_answer() -> None:
-    state = compiled(Text(text="a")).start()
+    state = compiled(TextChoice(options=("a",))).start()
     assert not state.done
     assert id_of(EOS) not in allowed(state)
     state.advance(encode("a")[0])

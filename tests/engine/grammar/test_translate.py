@@ -1,22 +1,8 @@
-"""Every kind of node allows what it says and nothing else."""
+"""Every kind of grammar allows what it says and nothing else."""
 
 import pytest
 
-from control.grammar import (
-    JSON_OBJECT,
-    Either,
-    JsonSchema,
-    Lark,
-    Node,
-    Regex,
-    Repeat,
-    Sequence,
-    Tag,
-    Tags,
-    Text,
-    TextChoice,
-    Until,
-)
+from control.grammar import JSON_OBJECT, JsonSchema, Lark, Regex, Structure, TextChoice
 from engine.grammar.errors import GrammarError
 from gateway.formats.tools import ToolSet
 from tests.engine.grammar.small import (
@@ -31,13 +17,9 @@ from tests.engine.grammar.small import (
 )
 from tests.gateway.formats.examples import parsing_format
 
-CALL = Tag(begin='<tool_call>{"name": "f", "arguments": ', content=JSON_OBJECT, end="}</tool_call>")
-OTHER = Tag(begin="<fn=g>", content=Regex(pattern="[0-9]+"), end="</fn>")
-TAGS = Tags(tags=(CALL, OTHER), triggers=("<tool_", "<fn="))
-
 
 @pytest.mark.parametrize(
-    ("node", "good", "bad"),
+    ("structure", "good", "bad"),
     [
         (
             JSON_OBJECT,
@@ -51,39 +33,25 @@ TAGS = Tags(tags=(CALL, OTHER), triggers=("<tool_", "<fn="))
         (Regex(pattern=r"(\d{4})-\d\d/x|\n"), ["2024-01/x", "\n"], ["2024-01", "2024-1/x", "a2024-01/x"]),
         (Regex(pattern="^a+$"), ["aa"], ["", "ab"]),
         (
-            TextChoice(options=("yes", "no", "yes and no", 'a "b"\n')),
-            ["yes", "yes and no", 'a "b"\n'],
-            ["y", "yes and", "yesno"],
+            TextChoice(options=("yes", "no", "yes and no", 'a "b"\n', "a/\\b")),
+            ["yes", "yes and no", 'a "b"\n', "a/\\b"],
+            ["y", "yes and", "yesno", "a/"],
         ),
         (TextChoice(options=("", TOOL_CALL, "a")), ["", TOOL_CALL, "a"], ["b", TOOL_CALL * 2]),
         (TextChoice(options=tuple(str(n) * 8 for n in range(5000))), ["0" * 8, "4999" * 8], ["1", "5000" * 8]),
         (Lark(grammar='start: e\ne: "(" e ")" | "x"'), ["x", "((x))"], ["(x", ""]),
         (Lark(grammar='root ::= "a" b*\nb ::= [0-9]'), ["a", "a12"], ["1", "ab"]),
-        (Text(text="a/\\b"), ["a/\\b"], ["a/", ""]),
-        (Until(end="END"), ["END", "some \n EN END"], ["some", "END more", "aENDbEND"]),
-        (Sequence(items=(Text(text="a"), Regex(pattern="b*"), Text(text="c"))), ["abbc", "ac"], ["ab", "bc"]),
-        (Sequence(items=()), [""], ["a"]),
-        (Either(items=(Text(text="a"), Text(text="bc"))), ["a", "bc"], ["", "abc"]),
-        (Repeat(item=Text(text="ab"), least=1, most=2), ["ab", "abab"], ["", "ababab"]),
-        (Repeat(item=TextChoice(options=("x", "yz"))), ["", "xyzx"], ["y"]),
-        (
-            TAGS,
-            ["", "free < text <tool", '<tool_call>{"name": "f", "arguments": {}}</tool_call> and <fn=g>12</fn>.'],
-            ["<fn=h>", "<fn=g></fn>", '<tool_call>{"name": "g"', "text <fn=g>1"],
-        ),
-        (TAGS.model_copy(update={"at_least_one": True}), ["a <fn=g>1</fn> b"], ["", "a"]),
-        (TAGS.model_copy(update={"stop_after_first": True}), ["", "a", "a<fn=g>1</fn>"], ["<fn=g>1</fn> b"]),
     ],
     ids=lambda value: getattr(value, "kind", None),
 )
-def test_a_node_allows_its_texts(node: Node, good: list[str], bad: list[str]) -> None:
-    grammar = compiled(node)
+def test_a_grammar_allows_its_texts(structure: Structure, good: list[str], bad: list[str]) -> None:
+    grammar = compiled(structure)
     assert [text for text in good if not accepts(grammar.start(), text)] == []
     assert [text for text in bad if accepts(grammar.start(), text)] == []
 
 
 def test_an_added_token_is_not_the_letters_that_spell_it() -> None:
-    assert allowed(compiled(Text(text=TOOL_CALL)).start()) == {id_of(TOOL_CALL)}
+    assert allowed(compiled(TextChoice(options=(TOOL_CALL,))).start()) == {id_of(TOOL_CALL)}
     inside = compiled(JSON_OBJECT).start()
     for token_id in encode('{"a": "b'):
         inside.advance(token_id)
@@ -102,8 +70,14 @@ def test_a_marker_ends_free_text_as_a_token_and_spelled_out() -> None:
     assert not accepts(grammar.start(), "A")
 
 
+def test_free_text_ends_with_the_first_occurrence_of_a_plain_marker() -> None:
+    grammar = compiled(TextChoice(options=("A", "")), after="END")
+    texts = ["END", "ENDA", "some \n EN ENDA", "some", "END more", "aENDbEND"]
+    assert [text for text in texts if accepts(grammar.start(), text)] == texts[:3]
+
+
 @pytest.mark.parametrize(
-    ("node", "message"),
+    ("structure", "message"),
     [
         (JsonSchema(schema_text="{"), "json_schema: the JSON schema is not JSON"),
         (JsonSchema(schema_text='{"const": NaN}'), "NaN is not JSON"),
@@ -120,16 +94,16 @@ def test_a_marker_ends_free_text_as_a_token_and_spelled_out() -> None:
             r"at /\$defs/x: Unimplemented keys",
         ),
         (JsonSchema(schema_text='{"$ref": "http://example.com/s"}'), "Default retriever does not fetch"),
-        (Sequence(items=(Text(text="a"), Regex(pattern="(?=a)"))), r"^sequence\[1\]: regex: .*look-around"),
+        (Regex(pattern="(?=a)"), "regex: .*look-around"),
         (Regex(pattern="(a"), "regex: .*unclosed group"),
         (Lark(grammar="start: a"), 'lark: .*unknown name: "a"'),
         (Lark(grammar="root ::= ("), "lark: the GBNF grammar cannot be read"),
-        (TAGS.model_copy(update={"tags": (Tag(begin="<fn=", content=Regex(pattern="[")),)}), r"^tags\[0\]: regex"),
     ],
 )
-def test_an_error_names_the_part(node: Node, message: str) -> None:
-    with pytest.raises(GrammarError, match=message):
-        compiled(node)
+def test_an_error_names_the_part(structure: Structure, message: str) -> None:
+    for after in (None, END_OF_THINKING):
+        with pytest.raises(GrammarError, match=message):
+            compiled(structure, after)
 
 
 def test_calls_of_a_chat_format_are_written_with_the_tokens_of_its_markers() -> None:

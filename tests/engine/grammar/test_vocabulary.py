@@ -23,7 +23,7 @@ def test_tokens_that_only_the_configuration_has_are_known(tmp_path: Path) -> Non
     assert known.added_tokens[SIZE] == "<extra>"
     assert known.words == -(-PADDED // 32)
     text, _ = Proofs(PADDED, known.added_tokens, known.stop_token_ids).prove(
-        Grammar(root=TextChoice(options=("<extra>",)))
+        Grammar(structure=TextChoice(options=("<extra>",)))
     )
     assert allowed(CompiledGrammar(known, text).start()) == {SIZE}
 
@@ -46,7 +46,7 @@ def sentencepiece_like() -> dict[str, Any]:
 def test_a_vocabulary_with_byte_fallback() -> None:
     known = Vocabulary(sentencepiece_like(), 320, [2])
     text, _ = Proofs(320, known.added_tokens, known.stop_token_ids).prove(
-        Grammar(root=TextChoice(options=("a ab", "☃")))
+        Grammar(structure=TextChoice(options=("a ab", "☃")))
     )
     state = CompiledGrammar(known, text).start()
     pieces = sentencepiece_like()["model"]["vocab"]
