@@ -38,9 +38,9 @@ def sample(runner: ModelRunner, step: LaunchedStep, uniform: float = 0.0, masks:
     runner.draft(step)
 
 
-def next_tokens(runner: ModelRunner, step: LaunchedStep) -> list[int]:
-    """Draw a step's tokens and wait for them. Raises RuntimeError where there is none."""
-    sample(runner, step)
+def next_tokens(runner: ModelRunner, step: LaunchedStep, uniform: float = 0.0) -> list[int]:
+    """Draw a step's tokens, as `sample` does, and wait for them. Raises RuntimeError where there is none."""
+    sample(runner, step, uniform)
     collected = [token for computed in runner.collect(step) for token in computed.tokens]
     if missing := next((token for token in collected if isinstance(token, NoToken)), None):
         raise RuntimeError(str(missing))
