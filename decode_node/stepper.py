@@ -126,7 +126,9 @@ class Stepper:
                 [request.random.number(len(request.generated) + place) for place in range(width)]
                 for request in self._requests
             ]
-            self._runner.sample(step, np.array(uniforms), bans, masks.words)
+            # Their rows and slots may have other owners from the next turn on.
+            ended = [i for i, request in enumerate(self._requests) if request.state is RequestState.FINISHED]
+            self._runner.sample(step, np.array(uniforms), bans, masks.words, ended)
         # After a failure, too: the other ranks of a group compute it.
         with self._guarded(step.batch), self._in_group():
             self._in_flight = step if self._runner.draft(step) else None

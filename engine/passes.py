@@ -81,17 +81,18 @@ class StepPasses:
     def accept(self, batch: int, width: int, token_ids: torch.Tensor) -> torch.Tensor:
         """Take drawn tokens up to the first that is not the draft at its place.
 
-        batch: requests of the step, without padding. token_ids: int64 [batch * width], below 0 for no token. Returns
-        those that are final, -1 in the other places.
+        batch: requests of the step, without padding; one that has ended since may be padding by now. token_ids: int64
+        [batch * width], below 0 for no token. Returns those that are final, -1 in the other places.
         """
-        rows, valid = self.inputs[0, :batch], self.valid[:batch]
+        rows, _, row = self._entries(batch)
+        valid = torch.where(rows >= 0, self.valid[:batch], 0)
         drawn = token_ids.view(batch, width)
         place = torch.arange(1, width, device=drawn.device)
-        right = (drawn[:, :-1] == self.tokens[rows, 1:width]) & (place < valid[:, None])
+        right = (drawn[:, :-1] == self.tokens[row, 1:width]) & (place < valid[:, None])
         counts = torch.where(valid > 0, 1 + right.cumprod(1).sum(1), 0)
         newest = drawn.gather(1, (counts - 1).clamp(min=0)[:, None]).squeeze(1)
-        self.tokens[rows, 0] = torch.where(counts > 0, newest.clamp(min=_NO_TOKEN), self.tokens[rows, 0])
-        self.positions[rows] += counts
+        self.tokens[row, 0] = torch.where(counts > 0, newest.clamp(min=_NO_TOKEN), self.tokens[row, 0])
+        self.positions.index_add_(0, row, counts)
         self.drawn[:batch, :width] = drawn
         self.counts[:batch] = counts
         is_final = torch.arange(width, device=drawn.device) < counts[:, None]
@@ -99,7 +100,10 @@ class StepPasses:
 
     def draft(self, batch: int, max_tokens: int, width: int) -> DecodeStep:
         """Store the draft layer's KV of the tokens that are final now, copy their KV to the host, and make width - 1
-        drafts. Arguments as in `verify`. Only for a model with a draft layer. Returns the step of the last draft."""
+        drafts. Arguments as in `verify`. Only for a model with a draft layer. Returns the step of the last draft.
+
+        A request that has ended since `verify` must be padding: what it had may have another owner.
+        """
         assert self._hidden is not None, "verify comes first"
         model, counts = self.model, self.counts[:batch]
         draft_layer = model.spec.draft_layer

@@ -126,9 +126,7 @@ class ModelRunner:
         padded: size of the step, padding included; default: that of the batch.
         """
         places, padded = batch.places, padded or len(batch)
-        inputs = np.full(self.passes.inputs.shape, -1, dtype=np.int64)
-        inputs[:, : len(batch)] = places.rows, places.ends
-        upload(inputs, self.passes.inputs)
+        self._upload(batch)
         self._verify(padded, places.longest, places.width)
         return LaunchedStep(batch, self.passes.logits[: len(batch) * places.width], padded)
 
@@ -146,15 +144,19 @@ class ModelRunner:
         uniforms: npt.NDArray[np.float64],
         bans: Sequence[Ban] = (),
         masks: torch.Tensor | None = None,
+        ended: Sequence[int] = (),
     ) -> None:
         """Queue the drawing of a step's tokens, which are the input of each request's next step.
 
         uniforms: in [0, 1), [batch, width], the random numbers of each request's next tokens. bans: tokens that
         requests may not get now. masks: int32 [batch * width, ceil(vocab / 32)], see `engine.grammar.masks`, in pinned
         memory for a CUDA device; None: all tokens. They may change after `collect`. Entry b * width + j is of token j
-        of request b.
+        of request b. ended: requests, by index, that have left the coordinator since `launch`: they are padding from
+        now on.
         """
         batch, width, passes = step.batch, step.batch.places.width, self.passes
+        if ended and passes.drafts:
+            self._upload(batch, ended)
         rows = passes.inputs[0, : len(batch)]
         drafts = passes.tokens[rows, 1:width]
         repeated = rows.repeat_interleave(width)
@@ -174,10 +176,13 @@ class ModelRunner:
         False if the step was not sampled: then it only computes what other ranks of a group compute with it.
         """
         batch, width, passes = step.batch, step.batch.places.width, self.passes
+        if step.drawn is None:
+            # Its requests have ended.
+            passes.inputs.fill_(-1)
         self._draft(step.padded, batch.places.longest, width)
         if step.drawn is None:
             return False
-        rows = passes.inputs[0, : len(batch)]
+        rows = passes.inputs[0, : len(batch)].clamp(min=0)
         columns = step.drawn.view(len(batch), -1), passes.counts[: len(batch), None], passes.tokens[rows, 1:width]
         step.computed = Download(torch.cat([column.double() for column in columns], dim=1))
         return True
@@ -206,6 +211,13 @@ class ModelRunner:
         """Wait for what was queued of a failed step, and count it as over. Raises DeviceFailed."""
         check_device(self._model.device)
         self._coordinator.step_over(batch.places)
+
+    def _upload(self, batch: Batch, ended: Sequence[int] = ()) -> None:
+        """Tell the device the rows of a step and where they end, and that all others are padding."""
+        inputs = np.full(self.passes.inputs.shape, -1, dtype=np.int64)
+        inputs[:, : len(batch)] = batch.places.rows, batch.places.ends
+        inputs[:, list(ended)] = -1
+        upload(inputs, self.passes.inputs)
 
     def _verify(self, batch: int, longest: int, width: int) -> None:
         if self._graphs is not None:

@@ -97,6 +97,7 @@ class StubRunner(ModelRunner):
         uniforms: npt.NDArray[np.float64],
         bans: Sequence[Ban] = (),
         masks: torch.Tensor | None = None,
+        ended: Sequence[int] = (),
     ) -> None:
         self._over_at = max(self._over_at, time.perf_counter()) + self._step_s
 

@@ -1,7 +1,7 @@
 """A decode node that drafts gives the tokens that it gives without drafts, whatever happens to its requests."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -16,6 +16,22 @@ GUESSES: dict[str, Callable[[int], int]] = {
     "mixed": lambda token_id: token_id + 1 if token_id % 5 else 7,
 }
 DRAFTS = [1, 2, 3]
+
+
+@pytest.fixture(autouse=True)
+def violations(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is swapped in, stored or backed up for a request that has left."""
+    worlds: list[World] = []
+    made = World.__post_init__
+
+    def noting(world: World) -> None:
+        made(world)
+        worlds.append(world)
+
+    monkeypatch.setattr(World, "__post_init__", noting)
+    yield
+    assert worlds
+    assert all(world.coordinator.counters().violations == 0 for world in worlds)
 
 
 @pytest.mark.parametrize("drafts", DRAFTS)
