@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.logits.forced import forced_logits
 from kernels.attention import AttentionBackend, triton_backend
 from kernels.kv_format import KVFormat
 from kernels.operands import IndexQueries, PagedKeys
 from kvcache.format import DenseFormat
-from model.config import ModelSpec
 from model.families import FamilyName
 from model.loader import load_model
-from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
 from model.tiny import write_tiny_checkpoint
 
@@ -272,55 +271,6 @@ def test_a_replay_selects_for_the_lengths_of_the_moment() -> None:
 # The model
 
 
-class FlatCache:
-    """The prefill and the decode cache of one request, whose rows are its positions."""
-
-    def __init__(self, spec: ModelSpec, capacity: int) -> None:
-        layout = spec.kv_layout
-
-        def zeros(layers: int, num_bytes: int) -> torch.Tensor:
-            return torch.zeros(layers, capacity, num_bytes, dtype=torch.uint8, device=CUDA)
-
-        self._kv = zeros(layout.num_layers, layout.item_bytes)
-        self._keys = zeros(layout.num_index_layers, layout.index_key_bytes)
-        self.length = 0
-
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        return torch.arange(start, stop, device=CUDA)
-
-    def kv(self, layer: int) -> torch.Tensor:
-        return self._kv[layer]
-
-    def index_keys(self, index_layer: int) -> torch.Tensor:
-        return self._keys[index_layer]
-
-    def append(self, layer: int, items: torch.Tensor) -> None:
-        self._kv[layer, self.length - 1] = items[0]
-
-    def append_index_keys(self, index_layer: int, keys: torch.Tensor) -> None:
-        self._keys[index_layer, self.length - 1] = keys[0]
-
-    def index_pages(self, index_layer: int) -> PagedKeys:
-        keys = self._keys[index_layer].unsqueeze(1)
-        return PagedKeys(keys, self.rows(0, len(keys)).unsqueeze(0), torch.tensor([self.length], device=CUDA))
-
-    def swap_in(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
-        return positions
-
-
-def forced_logits(model: SparseModel, tokens: torch.Tensor, steps: int, chunk: int = 100) -> torch.Tensor:
-    """Logits after each of the last `steps` tokens, behind a prompt that was computed in chunks."""
-    cache, prompt = FlatCache(model.spec, len(tokens)), tokens[:-steps]
-    for start in range(0, len(prompt), chunk):
-        model.prefill([PrefillChunk(prompt[start : start + chunk], start, len(prompt) + 1, cache)])
-    logits: list[torch.Tensor] = []
-    for token in tokens[-steps:]:
-        cache.length = len(prompt) + len(logits) + 1
-        position = torch.tensor([cache.length - 1], device=CUDA)
-        logits.append(model.decode(token[None], position, cache))
-    return torch.cat(logits)
-
-
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
 def test_a_bfloat16_model_is_as_exact_by_either_backend(family: FamilyName, tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path / "tiny", family, seed=1, layers=5)
@@ -337,7 +287,7 @@ def assert_as_exact(model: SparseModel, other: SparseModel, exact: SparseModel, 
     errors, other_errors = [], []
     for seed in range(8):
         tokens = torch.randint(0, 256, (50 + 60 * seed,), device=CUDA, generator=generator(seed))
-        truth = forced_logits(exact, tokens, 16)
-        errors.append((forced_logits(model, tokens, 16) - truth).abs())
-        other_errors.append((forced_logits(other, tokens, 16) - truth).abs())
+        truth, found, others = (forced_logits(each, tokens, (1,) * 16, chunk=100) for each in (exact, model, other))
+        errors.append((found - truth).abs())
+        other_errors.append((others - truth).abs())
     assert torch.cat(errors).mean() <= factor * torch.cat(other_errors).mean()
