@@ -149,10 +149,15 @@ def serve(checkpoints: dict[str, Path], log: Path) -> Iterator[Serve]:
 
 @pytest.fixture
 def start_pair(start_cluster: StartCluster) -> StartPair:
-    """A function that starts a cluster with one node of each kind, ready: it, the prefill node, and the decode node."""
+    """A function that starts a cluster with one node of each kind, ready: it, the prefill node, and the decode node.
 
-    def start(prefill: dict[str, object] | None = None, **decode: object) -> tuple[Cluster, Node, Node]:
-        cluster = start_cluster()
+    It takes flags of the prefill node as one argument, and flags of the decode node as others.
+    """
+
+    def start(
+        prefill: dict[str, object] | None = None, family: str = "deepseek_v32", **decode: object
+    ) -> tuple[Cluster, Node, Node]:
+        cluster = start_cluster(family)
         nodes = cluster.prefill(**(prefill or {})), cluster.decode(**{"hisparse_config": HOT_BUFFER, **decode})
         cluster.wait_ready()
         return cluster, *nodes
@@ -168,7 +173,7 @@ def start_cluster(checkpoints: dict[str, Path], tmp_path: Path, device: str) -> 
     def start(family: str = "deepseek_v32", **gateway_flags: object) -> Cluster:
         directory = tmp_path / f"cluster-{len(clusters)}"
         directory.mkdir()
-        cluster = Cluster(checkpoints[family], directory, spawn=fork if device == "cpu" else execute)
+        cluster = Cluster(checkpoints[family], directory, spawn=fork if device == "cpu" else execute, device=device)
         clusters.append(cluster)
         cluster.gateway(served_model_name="tiny", **gateway_flags)
         return cluster

@@ -38,6 +38,7 @@ at different steps, and clients leave."""
 NOTICED_S = 3.0
 """How long a group may take to end once a rank's end was noticed."""
 PROMPT = [7, 3, 9, 200, 41] * 60
+Disturb = Callable[[Sequence[psutil.Process]], None]
 _PIDFD_GETFD = 438
 """The number of the system call, for which Python has no function."""
 
@@ -136,6 +137,20 @@ def break_collectives(ranks: Sequence[psutil.Process]) -> None:
     os.close(process)
 
 
+def assert_disturbed_ends(group: Node, disturb: Disturb, reason: str) -> None:
+    """Disturb the ranks of a node: it ends in time, whole, and says why."""
+    processes = ranks_of(group)
+    disturb(processes)
+    since = time.monotonic()
+    assert group.process.wait(timeout=30) == 1
+    limit = NOTICED_S + (2 if disturb in (stop, break_collectives) else 0)
+    assert time.monotonic() - since < limit + 1, "on a busy machine"
+    assert all_gone(processes)
+    last = group.log.splitlines()[-1]
+    assert re.match(f"error: {reason}", last)
+    assert last.endswith("; all ranks were stopped")
+
+
 @pytest.mark.parametrize(
     ("disturb", "reason"),
     [
@@ -146,31 +161,19 @@ def break_collectives(ranks: Sequence[psutil.Process]) -> None:
     ids=["killed", "stopped", "broken-collective"],
 )
 def test_a_group_that_loses_a_rank_ends_and_another_node_takes_over(
-    start_cluster: StartCluster,
-    references: References,
-    disturb: Callable[[Sequence[psutil.Process]], None],
-    reason: str,
+    start_cluster: StartCluster, references: References, disturb: Disturb, reason: str
 ) -> None:
     cluster = start_cluster()
     cluster.prefill()
     group = cluster.decode("group", ranks=2, hisparse_config=HOT_BUFFER, step_timeout=2)
     cluster.decode("other", hisparse_config=HOT_BUFFER)
     cluster.wait_ready(timeout=120, decode=3)
-    processes = ranks_of(group)
     expected = references["deepseek_v32"].generate(PROMPT, 200)
     with ThreadPoolExecutor(6) as pool:
         answers = [pool.submit(ask, cluster.url, PROMPT, 200) for _ in range(6)]
         wait_until(lambda: all(group.metric("requests", rank, state="running") >= 1 for rank in range(2)))
-        disturb(processes)
-        since = time.monotonic()
-        limit = NOTICED_S + (0 if disturb is kill else 2)
-        assert group.process.wait(timeout=30) == 1
-        assert time.monotonic() - since < limit + 1, "on a busy machine"
+        assert_disturbed_ends(group, disturb, reason)
         assert [ids_of(answer.result()) for answer in answers] == [expected] * 6
-    last = group.log.splitlines()[-1]
-    assert re.match(f"error: {reason}", last)
-    assert last.endswith("; all ranks were stopped")
-    assert all_gone(processes)
 
 
 @pytest.mark.slow
