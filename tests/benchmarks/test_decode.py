@@ -116,9 +116,7 @@ def small(config: DecodeBench, model_type: str = "deepseek_v32") -> RankModel:
         ("glm_moe_dsa", 4, "fp8_e4m3"),
     ],
 )
-def test_requests_decode_and_miss_what_they_are_made_to_select(
-    model_type: str, rank_of: int, kv_cache_dtype: str
-) -> None:
+def test_requests_decode_and_miss_what_they_must_select(model_type: str, rank_of: int, kv_cache_dtype: str) -> None:
     """Misses are counted once where layers share a selection, and each of the layers fetches items of its own."""
     config = DecodeBench(rank_of=rank_of, context=300, quantization="none", kv_cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
     model = small(config, model_type)

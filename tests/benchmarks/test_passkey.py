@@ -12,7 +12,6 @@ from benchmarks.passkey import BEGIN_ID, CHECKPOINT, CONTEXT_LENGTH
 from benchmarks.passkey.__main__ import main
 from benchmarks.passkey.exam import questions
 from benchmarks.passkey.question import KEYS, make_question
-from benchmarks.serving.services import Local, variant
 from benchmarks.serving.stub import MODEL, Reply
 from gateway.tokenizer import CheckpointTokenizer
 from tests.benchmarks.conftest import Json
@@ -76,7 +75,7 @@ class Scholar:
         reply.whole(200, {"choices": [{"text": key if tokens != 512 else key[::-1] + "0"}]})
 
 
-def test_an_exam_counts_by_length_and_quotes_what_is_wrong(
+def test_an_exam_counts_by_length_and_quotes_wrongs(
     stub: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     scholar = Scholar()
@@ -94,19 +93,6 @@ def test_an_exam_counts_by_length_and_quotes_what_is_wrong(
 def test_a_service_that_does_not_answer_is_one_line() -> None:
     with pytest.raises(StartupError, match="no service answers at http://127"):
         main(base_urls=["http://127.0.0.1:1"], count=1)
-
-
-@pytest.mark.parametrize(
-    ("words", "label", "flags"),
-    [
-        ("", "default", ()),
-        ("--dtype float32", "--dtype float32", ("--dtype", "float32")),
-        ("--dtype=float32", "--dtype=float32", ("--dtype=float32",)),
-        ('fp32, all=--hisparse-config {"a":1}', "fp32, all", ("--hisparse-config", '{"a":1}')),
-    ],
-)
-def test_a_variant_has_further_flags_and_maybe_a_label(words: str, label: str, flags: tuple[str, ...]) -> None:
-    assert variant(words, CHECKPOINT, ["--device", "cuda"]) == Local(label, CHECKPOINT, ("--device", "cuda", *flags))
 
 
 def test_flags_of_serve_are_not_for_a_service_that_runs() -> None:

@@ -146,8 +146,13 @@ def test_variants_are_services_of_their_own() -> None:
     )
     labels = [service.label for service in local_services(Path("/m"), config)]
     assert labels == ["default, on", "default, --no-x", "{}, on", "{}, --no-x"]
-    (one,) = local_services(Path("/m"), ServingBench(variants=("off=--no-x --y 1",), serve_flags=("--y", "2")))
-    assert (one.label, one.flags) == ("off", ("--y", "2", "--no-x", "--y", "1"))  # type: ignore[attr-defined]
+    for words, label, flags in (
+        ("off=--no-x --y 1", "off", ("--no-x", "--y", "1")),
+        ("--dtype=float32", "--dtype=float32", ("--dtype=float32",)),
+        ('fp32, all=--hisparse-config {"a":1}', "fp32, all", ("--hisparse-config", '{"a":1}')),
+    ):
+        (one,) = local_services(Path("/m"), ServingBench(variants=(words,), serve_flags=("--y", "2")))
+        assert (one.label, one.flags) == (label, ("--y", "2", *flags))  # type: ignore[attr-defined]
 
 
 def test_nodes_are_found_by_their_command_lines() -> None:

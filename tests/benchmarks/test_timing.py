@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import disturbance
-from benchmarks.disturbance import Disturbance, warning
+from benchmarks.disturbance import Disturbance
 from benchmarks.grammar.steps import GrammarSteps, PairedTimes, StepTimes
 from benchmarks.kernel_times import exclusive_times
 from benchmarks.overlap.node import LONG_GAP_US, gaps
@@ -26,11 +26,6 @@ def test_what_is_not_ones_own_is_others(monkeypatch: pytest.MonkeyPatch) -> None
     measured = Disturbance()
     clock[0], machine[0], own[0] = 110.0, 1018.0, 53.0
     assert measured.cores() == pytest.approx(1.5)
-
-
-def test_little_is_not_mentioned() -> None:
-    assert warning(0.05) is None
-    assert warning(0.5) is not None
 
 
 US = 1000

@@ -22,9 +22,7 @@ def holds_nothing(node: Node) -> bool:
 
 
 @pytest.mark.slow
-def test_nodes_that_are_replaced_under_load_cost_no_client_anything(
-    start_cluster: StartCluster, references: References
-) -> None:
+def test_nodes_replaced_under_load_cost_no_client_anything(start_cluster: StartCluster, references: References) -> None:
     cluster = start_cluster()
     prefills = [
         cluster.prefill(f"prefill-{i}", chunked_prefill_size=64, context_length=4096, max_total_tokens=4096)
@@ -102,9 +100,7 @@ def test_a_prefill_node_finishes_the_prompt_that_it_computes(start_pair: StartPa
     assert decode.metric("host_slots", state="quarantined") == 0
 
 
-def test_a_request_waits_for_the_successor_of_a_prefill_node_that_left(
-    start_pair: StartPair, references: References
-) -> None:
+def test_a_request_waits_for_the_successor_of_a_prefill_node(start_pair: StartPair, references: References) -> None:
     """A rolling update of a single prefill node: what it had not begun is computed by the process that replaces it."""
     cluster, prefill, decode = start_pair(
         {"chunked_prefill_size": 16, "context_length": 1216, "max_total_tokens": 1216}, prefill_retries=0

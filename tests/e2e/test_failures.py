@@ -14,9 +14,7 @@ from tests.e2e.conftest import TOKEN_BYTES, References, StartCluster, StartPair
 PROMPT = [7, 3, 9, 200, 41] * 60
 
 
-def test_a_killed_prefill_node_costs_its_requests_a_retry_and_nothing_else(
-    start_pair: StartPair, references: References
-) -> None:
+def test_a_killed_prefill_node_costs_its_requests_only_a_retry(start_pair: StartPair, references: References) -> None:
     """sglang 12779, 16903: a dead prefill node failed the decode node's health check, which had to be restarted."""
     cluster, prefill, decode = start_pair()
     expected = references["deepseek_v32"].generate(PROMPT, 16)
@@ -37,9 +35,7 @@ def test_a_killed_prefill_node_costs_its_requests_a_retry_and_nothing_else(
     assert complete(cluster.url, [Job(PROMPT, 16)]) == [expected]
 
 
-def test_a_prefill_node_that_stops_at_once_hands_its_requests_back(
-    start_cluster: StartCluster, references: References
-) -> None:
+def test_a_prefill_node_that_stops_hands_requests_back(start_cluster: StartCluster, references: References) -> None:
     cluster = start_cluster()
     first = cluster.prefill("prefill-0", chunked_prefill_size=16)
     second = cluster.prefill("prefill-1", chunked_prefill_size=16)
@@ -59,9 +55,7 @@ def test_a_prefill_node_that_stops_at_once_hands_its_requests_back(
     assert decode.metric("host_slots", state="quarantined") == 0
 
 
-def test_a_restarted_gateway_finds_its_nodes_and_old_requests_end(
-    start_pair: StartPair, references: References
-) -> None:
+def test_a_restarted_gateway_finds_its_nodes_and_requests_end(start_pair: StartPair, references: References) -> None:
     cluster, _, decode = start_pair()
     gateway = cluster.nodes["gateway"]
     with streamed(cluster.url, PROMPT, 7000) as lines:
@@ -76,9 +70,7 @@ def test_a_restarted_gateway_finds_its_nodes_and_old_requests_end(
     assert_exact(cluster.url, references["deepseek_v32"], [Job(PROMPT, 8)])
 
 
-def test_a_killed_decode_node_costs_its_streams_and_another_takes_over(
-    start_cluster: StartCluster, references: References
-) -> None:
+def test_a_killed_decode_node_costs_its_streams_alone(start_cluster: StartCluster, references: References) -> None:
     cluster = start_cluster()
     prefill = cluster.prefill()
     first = cluster.decode("decode-0", hisparse_config=HOT_BUFFER)

@@ -26,9 +26,7 @@ def test_a_node_that_prefills_for_itself_says_the_same(
     decode.wait_unused("host_slots")
 
 
-def test_clients_that_leave_during_local_prefill_leave_nothing_behind(
-    start_cluster: StartCluster, references: References
-) -> None:
+def test_clients_that_leave_in_local_prefill_leave_nothing(start_cluster: StartCluster, references: References) -> None:
     """sglang PR 22131: a request given up while in staging leaked or was freed twice."""
     cluster = start_cluster()
     decode = cluster.decode(hisparse_config=HOT_BUFFER, allow_local_prefill=True, chunked_prefill_size=64)

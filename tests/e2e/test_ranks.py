@@ -86,9 +86,7 @@ def test_the_tokens_of_every_rank_equal_transformers(
     assert_ranks_exact(cluster, decode, references[family], ranks, ROUNDS)
 
 
-def test_ranks_sleep_when_nobody_has_work_and_all_drain_if_one_is_told_to(
-    start_cluster: StartCluster, references: References
-) -> None:
+def test_ranks_sleep_without_work_and_drain_if_one_does(start_cluster: StartCluster, references: References) -> None:
     cluster = start_cluster()
     cluster.prefill()
     decode = cluster.decode(ranks=2, hisparse_config=HOT_BUFFER)

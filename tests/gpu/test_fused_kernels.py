@@ -67,7 +67,7 @@ def test_parts_that_do_not_fit_together_are_refused() -> None:
 @pytest.mark.parametrize("fp8", [None, BlockFp8(True), BlockFp8(False)])
 @pytest.mark.parametrize("dim", [1536, 2048, 6144, 7168, 192])
 @pytest.mark.parametrize("count", [1, 16, 3000])
-def test_a_norm_adds_before_and_quantises_behind(count: int, dim: int, fp8: BlockFp8 | None) -> None:
+def test_a_norm_adds_first_and_quantises_last(count: int, dim: int, fp8: BlockFp8 | None) -> None:
     wide = (3 * randn(count, dim + 704, seed=6)).bfloat16()
     norm = RmsNorm((1 + 0.1 * randn(dim, seed=7)).bfloat16(), 1e-6)
     parts = randn(3, count, dim, seed=8)

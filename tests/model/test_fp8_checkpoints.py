@@ -134,9 +134,7 @@ def test_weights_and_scales_that_do_not_belong_together_are_refused(
     assert message.format(f"model.{name}") in refusal(damaged)
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_read(
-    one: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_does_not_fit_is_refused_unread(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     total = sum(tensor.nbytes for tensor in tensors_of(load_model(one, torch.float32, CPU).network))
     monkeypatch.setattr(loader, "available_host_bytes", lambda: 1 << 20)
     monkeypatch.setattr(StoredWeights, "fill", lambda *_: pytest.fail("something was read"))
