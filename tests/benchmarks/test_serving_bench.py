@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.serving.stub import Reply, token_event, usage_event
+from benchmarks.serving.stub import Reply, token_event
 from cli.main import main
 from tests.benchmarks.conftest import Json, bench, in_full, started
 from tests.e2e.cluster import all_gone, children_of
@@ -101,20 +101,6 @@ def test_a_request_that_takes_too_long_is_given_up(stub: Callable[..., str], tmp
     (point,) = bench(tmp_path, *TOKENS, "--base-url", stub(answer), "--prompts", str(prompts), *words)["points"]
     assert point["failed"] == {"timeout": 1}
     assert point["answered"] == 1
-
-
-def test_tokens_that_do_not_agree_are_remarked_on(stub: Callable[..., str], tmp_path: Path) -> None:
-    async def answer(request: Json, reply: Reply) -> None:
-        reply.start()
-        reply.event(token_event("several words"))
-        reply.event(usage_event(len(request["prompt"]) + 1, 3))
-        reply.event("[DONE]")
-        reply.end()
-
-    words = ["--concurrency", "1", "--num-requests", "2"]
-    (point,) = bench(tmp_path, *TOKENS, "--base-url", stub(answer), *words)["points"]
-    assert point["counts"] == {"no_usage": 0, "miscounted": 2, "short": 2, "other_prompt": 2}
-    assert point["remarks"][0] == "2 of 2 answers have other tokens in their usage than were counted in events"
 
 
 def test_a_load_that_is_not_answered_at_all_is_an_error(

@@ -12,6 +12,7 @@ from kernels import top_k
 from kernels.specialization import Specialization
 from kernels.top_k import TopK, TopKSpecialization, launch_params
 from tests.csrc.emulator import COMPILER, EmulatedKernel
+from tests.kernels.sorted_top import sorted_top
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
@@ -28,17 +29,6 @@ def emulated_top(
     params = launch_params(scores, lengths, positions, kept)
     EmulatedKernel(specialization).launch(params, (len(scores) * cluster, 1, 1), cluster)
     return positions
-
-
-def sorted_top(scores: torch.Tensor, k: int, lengths: torch.Tensor | None) -> torch.Tensor:
-    """By a stable sort: NaN first, then the largest, of equal scores the first."""
-    expected = torch.full((len(scores), k), -1)
-    for row, values in enumerate(scores.numpy()):
-        length = values.size if lengths is None else min(max(int(lengths[row]), 0), values.size)
-        is_number = ~np.isnan(values[:length])
-        best = np.lexsort((np.arange(length), np.where(is_number, -values[:length], 0), is_number))[:k]
-        expected[row, : best.size] = torch.from_numpy(np.sort(best))
-    return expected
 
 
 @st.composite

@@ -259,6 +259,3 @@ def test_tls_can_be_added(tmp_path: Path) -> None:
     }
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert each[kind]["httpGet"] == {"path": "/health", "port": "http", "scheme": "HTTPS"}
-
-
-# --- autoscaling ---

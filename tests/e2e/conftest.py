@@ -11,16 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from cli.serve import free_port, is_ready
-from kernels.operands import BlockFp8
 from model.tiny import write_tiny_checkpoint
-from tests.dequantised import write_dequantised
 from tests.e2e.cluster import HOT_BUFFER, Cluster, Node, wait_until
 from tests.e2e.spawn import Command, execute, fork
 from tests.greedy import generate, likeliest, logprobs
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
-SCALE_FORMATS = ("float", "ue8m0")
-"""Of checkpoints in block-fp8, which are called `family-format`."""
 TOKEN_BYTES = 4 * (4 * 64 + 4 * 32)
 """Of the tiny deepseek_v32 checkpoint: items and index keys of four layers in float32."""
 
@@ -55,23 +51,15 @@ class Reference:
 
 
 class Checkpoints(dict[str, Path]):
-    """Checkpoints of both families, and of each family in block-fp8, written when they are first asked for."""
+    """Checkpoints of both families, written when they are first asked for."""
 
     def __init__(self, root: Path) -> None:
         super().__init__()
         self._root = root
 
     def __missing__(self, name: str) -> Path:
-        path = self._root / name
-        family, _, scales = name.partition("-")
-        assert family in FAMILIES
-        if not scales:
-            write_tiny_checkpoint(path, family, seed=7, index_topk=64)
-        else:
-            assert scales in SCALE_FORMATS
-            fp8 = BlockFp8(power_of_two=scales == "ue8m0")
-            write_tiny_checkpoint(path, family, seed=7, hidden_size=192, fp8=fp8)
-        self[name] = path
+        path = self[name] = self._root / name
+        write_tiny_checkpoint(path, name, seed=7, index_topk=64)
         return path
 
 
@@ -81,20 +69,15 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class References(dict[str, Reference]):
-    """The reference of each checkpoint, made when it is first asked for: of one in fp8, from a float32 copy."""
+    """The reference of each checkpoint, made when it is first asked for."""
 
     def __init__(self, checkpoints: dict[str, Path]) -> None:
         super().__init__()
         self._checkpoints = checkpoints
 
     def __missing__(self, name: str) -> Reference:
-        path = self._checkpoints[name]
-        if name not in FAMILIES:
-            copy = path.parent.parent / "copies" / name
-            write_dequantised(path, copy)
-            path = copy
-        self[name] = Reference(path)
-        return self[name]
+        reference = self[name] = Reference(self._checkpoints[name])
+        return reference
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.asking import Job, random_prompts
 from tests.e2e.asking import assert_exact as assert_answers
 from tests.e2e.cluster import Cluster
-from tests.e2e.conftest import FAMILIES, SCALE_FORMATS, Reference, References, StartPair
+from tests.e2e.conftest import FAMILIES, Reference, References, StartPair
 from tests.fp8_reference import Fp8Cache
 
 NEW_TOKENS = 64
@@ -121,22 +121,6 @@ def test_greedy_tokens_equal_transformers(
     assert "checksums=0" not in decode.log
     assert decode.metric("swap_in_misses_total") > 0
     decode.wait_unused("host_slots")
-
-
-@pytest.mark.parametrize(
-    "checkpoint",
-    [
-        pytest.param(f"{family}-{scales}", marks=pytest.mark.slow if number < 3 else ())
-        for number, (family, scales) in enumerate(product(FAMILIES, SCALE_FORMATS))
-    ],
-)
-def test_checkpoints_in_fp8_say_what_transformers_says_of_a_float32_copy(
-    start_pair: StartPair, references: References, checkpoint: str
-) -> None:
-    flags = {"chunked_prefill_size": 333, "transfer_checksum": "full"}
-    cluster, _, decode = start_pair(flags, checkpoint, debug_verify_swap_in=True)
-    assert_exact(cluster, references[checkpoint], TOGETHER, concurrency=16)
-    assert decode.metric("swap_in_misses_total") > 0
 
 
 @pytest.mark.parametrize("family", [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.slow)])

@@ -2,20 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.logits.forced import forced_logits
 from kernels.attention import AttentionBackend, triton_backend
 from kernels.kv_format import KVFormat
 from kernels.operands import IndexQueries, PagedKeys
 from kvcache.format import DenseFormat
-from model.families import FamilyName
-from model.loader import load_model
-from model.sparse_model import SparseModel
-from model.tiny import write_tiny_checkpoint
 
 pytest.importorskip("triton")
 
@@ -113,12 +107,8 @@ def test_a_query_without_rows_is_finite() -> None:
     attended = given.attend(triton_backend)
     assert attended.isfinite().all()
     assert (attended[1] == 0).all()
-
-
-def test_no_queries() -> None:
-    given = random_rows(1, TINY, 10, torch.bfloat16)
     none = Rows(given.queries[:0], given.kv, given.rows[:0], given.latent_dim)
-    assert none.attend(triton_backend).shape == (0, 4, 24)
+    assert none.attend(triton_backend).shape == (0, 16, 512)
 
 
 def test_pools_of_more_than_two_to_the_31_elements() -> None:
@@ -266,28 +256,3 @@ def test_a_replay_selects_for_the_lengths_of_the_moment() -> None:
         graph.replay()
         assert torch.equal(result, backend.select_for_decode(index, pages, 256))
         assert (result.max(dim=1).values < pages.seq_lens.clamp(min=1)).all()
-
-
-# The model
-
-
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
-def test_a_bfloat16_model_is_as_exact_by_either_backend(family: FamilyName, tmp_path: Path) -> None:
-    write_tiny_checkpoint(tmp_path / "tiny", family, seed=1, layers=5)
-    exact = load_model(tmp_path / "tiny", torch.float32, CUDA)
-    by_torch, by_triton = (
-        load_model(tmp_path / "tiny", torch.bfloat16, CUDA, backend=backend)
-        for backend in (AttentionBackend(dense(torch.bfloat16)), triton_backend(dense(torch.bfloat16)))
-    )
-    assert_as_exact(by_triton, by_torch, exact, 1.2)
-
-
-def assert_as_exact(model: SparseModel, other: SparseModel, exact: SparseModel, factor: float) -> None:
-    """A model's logits are off by no more than `factor` times those of another one, on average."""
-    errors, other_errors = [], []
-    for seed in range(8):
-        tokens = torch.randint(0, 256, (50 + 60 * seed,), device=CUDA, generator=generator(seed))
-        truth, found, others = (forced_logits(each, tokens, (1,) * 16, chunk=100) for each in (exact, model, other))
-        errors.append((found - truth).abs())
-        other_errors.append((others - truth).abs())
-    assert torch.cat(errors).mean() <= factor * torch.cat(other_errors).mean()

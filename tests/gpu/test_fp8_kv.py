@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.logits.forced import forced_logits
 from kernels import torch_ops
 from kernels.attention import AttentionBackend, triton_backend
 from kernels.operands import IndexQueries, LayerNorm, PagedKeys, PartialSums, RmsNorm, Rope
@@ -25,7 +26,6 @@ from tests.gpu.test_attention_backends import (
     CUDA,
     NUM_ROWS,
     SCALING,
-    assert_as_exact,
     captured,
     generator,
     index_queries,
@@ -350,24 +350,6 @@ def test_prompt_scores(start: int, tokens: int, heads: int, kv_format: Fp8Format
     assert_scores(scores.masked_fill(behind, 0), exact.masked_fill(behind, 0))
 
 
-@pytest.mark.parametrize("host_knows", [False, True])
-def test_selections_agree_with_torch_on_most_positions(host_knows: bool) -> None:
-    """Torch does not round queries to fp8."""
-    lengths, topk = [3000, 700], 256
-    index = index_queries(2, 64, 128, torch.bfloat16)
-    pages, _ = fp8_pages(lengths, 3072, 64, PUBLISHED)
-    by_triton = triton_backend(PUBLISHED).select_for_decode(index, pages, topk)
-    known = PagedKeys(pages.keys, pages.page_table, pages.seq_lens, lengths) if host_knows else pages
-    by_torch = AttentionBackend(PUBLISHED).select_for_decode(index, known, topk)
-    for ours, theirs in zip(by_triton.tolist(), by_torch.tolist(), strict=True):
-        assert len(set(ours) & set(theirs)) >= 0.9 * topk
-    stored = PUBLISHED.encode_index_keys(randn(900, 128, seed=9))
-    ours = triton_backend(PUBLISHED).select_for_prompt(index, stored, 898, 900, topk)
-    theirs = AttentionBackend(PUBLISHED).select_for_prompt(index, stored, 898, 900, topk)
-    for row in range(2):
-        assert len(set(ours[row].tolist()) & set(theirs[row].tolist())) >= 0.9 * topk
-
-
 # The model
 
 
@@ -380,4 +362,10 @@ def test_a_bfloat16_model_with_fp8_kv_is_as_exact_by_either_backend(family: Fami
         load_model(tmp_path / "tiny", torch.bfloat16, CUDA, backend=backend(kv_format), kv_cache_dtype="fp8_e4m3")
         for backend in (AttentionBackend, triton_backend)
     )
-    assert_as_exact(by_triton, by_torch, exact, 1.3)
+    errors: list[list[torch.Tensor]] = [[], []]
+    for seed in range(8):
+        tokens = torch.randint(0, 256, (50 + 60 * seed,), device=CUDA, generator=generator(seed))
+        truth, *found = (forced_logits(each, tokens, (1,) * 16, chunk=100) for each in (exact, by_triton, by_torch))
+        for own, logits in zip(errors, found, strict=True):
+            own.append((logits - truth).abs())
+    assert torch.cat(errors[0]).mean() <= 1.3 * torch.cat(errors[1]).mean()

@@ -55,5 +55,3 @@ def test_bfloat16_on_a_cuda_device_attends_with_triton_by_default(tmp_path: Path
     write_tiny_checkpoint(tmp_path / "tiny", "deepseek_v32", seed=7)
     spec = read_spec(tmp_path / "tiny", torch.bfloat16, None)
     assert choose_backend("auto", CUDA, spec).name == "triton"
-    spec = read_spec(tmp_path / "tiny", torch.float32, None)
-    assert choose_backend("auto", CUDA, spec).name == "torch"

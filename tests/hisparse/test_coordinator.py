@@ -169,14 +169,23 @@ def test_a_request_may_begin_with_no_tokens() -> None:
 
 @pytest.mark.parametrize("tier", ["host", "device"])
 def test_verify_catches_a_resident_item_that_differs_from_its_host_copy(tier: str) -> None:
-    with tiers() as t:
+    spoil_and_verify(tier)
+
+
+def spoil_and_verify(tier: str, on: str = "cpu") -> None:
+    with tiers(on=on) as t:
         assert t.admit("r", seed=1, num_tokens=9)
         step = t.begin(["r"])
-        step.swap_in(0, torch.tensor([[4, 9, -1]]))
+        step.swap_in(0, torch.tensor([[4, 9, -1]], device=on))
         step.verify()
         getattr(t, tier).kv[0] += 1
         with pytest.raises(SwapInMismatchError, match="layer 0, row 0: position 4"):
             step.verify()
+
+
+def test_verify_refuses_positions_beyond_the_newest() -> None:
+    with tiers() as t:
+        assert t.admit("r", seed=1, num_tokens=9)
         step = t.begin(["r"])
         step.swap_in(1, torch.tensor([[11]]))
         with pytest.raises(ValueError, match="beyond the newest"):
