@@ -8,14 +8,12 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from benchmarks.decode.config import DecodeBench
 from benchmarks.decode.timing import StepTiming, part_of
-from benchmarks.decode.workload import GivenSelection, Requests, Strangers, model_of
+from benchmarks.decode.workload import GivenSelection, Requests, model_of
 from benchmarks.stepping import GREEDY, launch, next_tokens
 from engine.runner import ModelRunner
-from kernels.operands import RouterConfig
 from model.config import network_config
 from model.loader import choose_backend
 from model.roofline import HBM_BYTES_PER_MS, RankModel, StepPart, Work, work_of_step
-from model.shard import RoutedTokens
 from model.sparse_model import SparseModel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,26 +130,6 @@ def test_requests_decode_and_miss_what_they_must_select(model_type: str, rank_of
         assert after.misses - before.misses == misses * 2 * spec.num_index_layers
         assert after.bytes - before.bytes == misses * 2 * spec.num_layers * spec.kv_layout.item_bytes
     requests.close()
-
-
-def test_other_processes_have_other_tokens_and_a_process_gets_its_own_back() -> None:
-    group = Strangers(4, 64, RouterConfig(8, 2, 1, 1, True, 1.0))
-    hidden = torch.randn(3, 64)
-    gathered = group.gather(hidden)
-    assert gathered.shape == (12, 64)
-    assert torch.equal(gathered[:3], hidden)
-    assert not any(torch.equal(gathered[3 * rank : 3 * rank + 3], hidden) for rank in (1, 2, 3))
-    assert torch.equal(group.reduce(gathered), hidden)
-
-    own = RoutedTokens.empty(3, 64, 2, CPU)
-    own.rows.zero_()
-    everybody = own.gathered(group)
-    others = everybody[3:]
-    numbers = others.values.float() * others.scales
-    assert torch.equal(everybody[:3].rows, own.rows)
-    assert len(numbers.unique(dim=0)) == 9
-    assert 0.9 < numbers.std() < 1.1
-    assert ((others.ids >= 0) & (others.ids < 8)).all()
 
 
 def test_work_is_what_has_to_be_read() -> None:

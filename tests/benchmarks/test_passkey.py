@@ -75,9 +75,7 @@ class Scholar:
         reply.whole(200, {"choices": [{"text": key if tokens != 512 else key[::-1] + "0"}]})
 
 
-def test_an_exam_counts_by_length_and_quotes_wrongs(
-    stub: Callable[..., str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_exam_counts_by_length_quotes_errors(stub: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
     scholar = Scholar()
     url = stub(scholar.answer)
     main(base_urls=[f"one={url}", f"two={url}"], lengths="512,1K", count=3)
@@ -88,13 +86,3 @@ def test_an_exam_counts_by_length_and_quotes_wrongs(
     assert len(scholar.asked) == 2 * 2 * 3
     assert scholar.asked[0] | {"prompt": 0} == {"model": MODEL, "prompt": 0, "max_tokens": 8, "temperature": 0}
     assert len({request["prompt"] for request in scholar.asked}) == 2 * 3, "all services are asked the same"
-
-
-def test_a_service_that_does_not_answer_is_one_line() -> None:
-    with pytest.raises(StartupError, match="no service answers at http://127"):
-        main(base_urls=["http://127.0.0.1:1"], count=1)
-
-
-def test_flags_of_serve_are_not_for_a_service_that_runs() -> None:
-    with pytest.raises(StartupError, match="for services that are started here"):
-        main(["--dtype", "float32"], base_urls=["http://127.0.0.1:1"])

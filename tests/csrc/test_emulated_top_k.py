@@ -52,9 +52,7 @@ def many_ties(draw: st.DrawFn) -> tuple[torch.Tensor, int, torch.Tensor | None]:
 
 @settings(max_examples=100)
 @given(given_scores=many_ties(), cluster=st.sampled_from([1, 2, 4]))
-def test_the_kernel_selects_what_a_stable_sort_selects(
-    given_scores: tuple[torch.Tensor, int, torch.Tensor | None], cluster: int
-) -> None:
+def test_it_selects_as_a_stable_sort(given_scores: tuple[torch.Tensor, int, torch.Tensor | None], cluster: int) -> None:
     scores, k, lengths = given_scores
     selected = emulated_top(scores, k, lengths, cluster)
     assert torch.equal(selected, sorted_top(scores, k, lengths))

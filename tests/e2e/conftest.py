@@ -50,22 +50,13 @@ class Reference:
         return logprobs(self._network, token_ids)
 
 
-class Checkpoints(dict[str, Path]):
-    """Checkpoints of both families, written when they are first asked for."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__()
-        self._root = root
-
-    def __missing__(self, name: str) -> Path:
-        path = self[name] = self._root / name
-        write_tiny_checkpoint(path, name, seed=7, index_topk=64)
-        return path
-
-
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return Checkpoints(tmp_path_factory.mktemp("e2e") / "checkpoints")
+    """A tiny checkpoint of each family."""
+    root = tmp_path_factory.mktemp("e2e")
+    for family in FAMILIES:
+        write_tiny_checkpoint(root / family, family, seed=7, index_topk=64)
+    return {family: root / family for family in FAMILIES}
 
 
 class References(dict[str, Reference]):

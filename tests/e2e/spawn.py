@@ -14,26 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Union
 
 from cli.serve import die_with_parent
-
-
-class Process(Protocol):
-    """What is used of a subprocess.Popen."""
-
-    pid: int
-
-    @property
-    def returncode(self) -> int | None: ...
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def send_signal(self, number: int) -> None: ...
-
-    def kill(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -54,6 +37,7 @@ class Command:
         return {**os.environ, "OMP_NUM_THREADS": "1", **self.environment}
 
 
+Process = Union["subprocess.Popen[Any]", "_Forked"]
 Spawn = Callable[[Command], Process]
 
 

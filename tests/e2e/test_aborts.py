@@ -20,9 +20,7 @@ def pools(node: Node) -> dict[str, float]:
     }
 
 
-def test_two_hundred_requests_a_third_of_them_aborted(
-    start_pair: StartPair, references: References, disable_cuda_graph: bool
-) -> None:
+def test_aborts_among_exact_answers(start_pair: StartPair, references: References, disable_cuda_graph: bool) -> None:
     """Corruption under concurrent transfers (vllm 44238, sglang 23020) and late writes (sglang PRs 24580, 31357)."""
     config = json.dumps({"device_buffer_size": 128, "host_pool_gib": 0.015})
     cluster, prefill, decode = start_pair(

@@ -7,7 +7,6 @@ import openai
 import pytest
 
 from tests.e2e.cluster import Cluster, wait_until
-from tests.e2e.conftest import References
 from tests.e2e.spawn import fork
 
 
@@ -26,18 +25,6 @@ def client(cluster: Cluster) -> openai.OpenAI:
 
 
 GREEDY = {"ignore_eos": True, "return_token_ids": True}
-
-
-def test_completion_of_text(client: openai.OpenAI, references: References) -> None:
-    completion = client.completions.create(
-        model="tiny", prompt="Once upon a time", max_tokens=20, temperature=0, extra_body=GREEDY
-    )
-    expected = references["glm_moe_dsa"].generate(list(b"Once upon a time"), 20)
-    assert completion.choices[0].model_extra is not None
-    assert completion.choices[0].model_extra["token_ids"] == expected
-    assert completion.choices[0].finish_reason == "length"
-    assert completion.usage is not None
-    assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (16, 20)
 
 
 def test_a_client_that_leaves_gives_its_slots_back(client: openai.OpenAI, cluster: Cluster) -> None:

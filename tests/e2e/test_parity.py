@@ -124,9 +124,7 @@ def test_greedy_tokens_equal_transformers(
 
 
 @pytest.mark.parametrize("family", [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.slow)])
-def test_fp8_kv_gives_the_tokens_of_a_plain_encoding_and_decoding(
-    start_pair: StartPair, checkpoints: dict[str, Path], family: str
-) -> None:
+def test_fp8_kv_gives_tokens_of_a_plain_codec(start_pair: StartPair, checkpoints: dict[str, Path], family: str) -> None:
     """vllm 57019: noise that only a comparison of the system with itself did not see."""
     common = {"kv_cache_dtype": "fp8_e4m3"}
     flags = {**common, "page_size": 16, "chunked_prefill_size": 333, "transfer_checksum": "full"}

@@ -12,9 +12,7 @@ from tests.e2e.test_parity import ALONE, TOGETHER, assert_exact, assert_same_log
 
 
 @pytest.mark.parametrize("family", [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.slow)])
-def test_a_node_that_prefills_for_itself_says_the_same(
-    start_cluster: StartCluster, references: References, family: str
-) -> None:
+def test_local_prefill_says_the_same(start_cluster: StartCluster, references: References, family: str) -> None:
     cluster = start_cluster(family)
     decode = cluster.decode(hisparse_config=HOT_BUFFER, allow_local_prefill=True, chunked_prefill_size=200)
     cluster.wait_ready()

@@ -81,7 +81,7 @@ FREE = ("--port", 0, "--control-port", 0)
         ("gateway --host 10.0.0.1 --control-host 127.0.0.1", "other machines reach it"),
     ],
 )
-def test_what_cannot_be_served_is_one_line_and_2(
+def test_a_refusal_is_one_line_and_2(
     start_here: Start, checkpoints: dict[str, Path], words: str, complaint: str
 ) -> None:
     model = () if "--model-path" in words else ("--model-path", checkpoints["deepseek_v32"])

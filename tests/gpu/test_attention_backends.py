@@ -8,7 +8,7 @@ import torch
 
 from kernels.attention import AttentionBackend, triton_backend
 from kernels.kv_format import KVFormat
-from kernels.operands import IndexQueries, PagedKeys
+from kernels.operands import IndexQueries, PagedKeys, Rope
 from kvcache.format import DenseFormat
 
 pytest.importorskip("triton")
@@ -40,6 +40,15 @@ def generator(seed: int = 0) -> torch.Generator:
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, device=CUDA, generator=generator(seed)).to(dtype)
+
+
+def rope_of(tokens: int, rope_dim: int, dtype: torch.dtype) -> Rope:
+    angles = 6 * torch.rand(tokens, rope_dim // 2, device=CUDA, generator=generator(11))
+    return Rope(angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1))
+
+
+def exactly(rope: Rope) -> Rope:
+    return Rope(rope.cos.double(), rope.sin.double())
 
 
 @dataclass(frozen=True)

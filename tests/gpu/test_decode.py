@@ -167,7 +167,7 @@ def read(ours: TieredSession, step: LaunchedStep) -> list[int]:
     return [token.token_id for token in ours.runner.collect(step) if token is not None]
 
 
-def test_a_row_is_reused_behind_a_step_that_has_its_last_request_for_nothing(checkpoint: Path) -> None:
+def test_a_row_is_reused_behind_a_step_with_its_last_request(checkpoint: Path) -> None:
     model = load_model(checkpoint, torch.float32, CUDA)
     prompts = [random_tokens(seed, 100 + 30 * seed) for seed in range(2)]
     with session(model, prompts, 512, record=True) as ours:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from benchmarks.logits.forced import forced_logits
 from kernels import torch_ops
 from kernels.attention import AttentionBackend, triton_backend
-from kernels.operands import IndexQueries, LayerNorm, PagedKeys, PartialSums, RmsNorm, Rope
+from kernels.operands import IndexQueries, LayerNorm, PagedKeys, RmsNorm
 from kernels.score_keys import PagesToScore, score_pages
 from kvcache.format import Fp8Format, quantise, rotate
 from model.families import FamilyName
@@ -27,26 +27,17 @@ from tests.gpu.test_attention_backends import (
     NUM_ROWS,
     SCALING,
     captured,
+    exactly,
     generator,
     index_queries,
     randn,
+    rope_of,
     some_rows,
 )
 
 PUBLISHED = Fp8Format(latent_dim=512, rope_dim=64, index_dim=128)
 TINY = Fp8Format(latent_dim=48, rope_dim=16, index_dim=32)
 ODD = Fp8Format(latent_dim=260, rope_dim=10, index_dim=16)
-
-# What writes
-
-
-def rope_of(tokens: int, rope_dim: int, dtype: torch.dtype) -> Rope:
-    angles = 6 * torch.rand(tokens, rope_dim // 2, device=CUDA, generator=generator(11))
-    return Rope(angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1))
-
-
-def exactly(rope: Rope) -> Rope:
-    return Rope(rope.cos.double(), rope.sin.double())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -104,17 +95,6 @@ def test_index_queries_are_rotated_and_their_scales_are_in_the_weights(tokens: i
     assert difference.norm() <= 0.01 * expected.float().norm()
 
 
-def test_parts_of_head_weights_are_added_up() -> None:
-    whole = index_queries(6, 64, 128, torch.bfloat16)
-    parts = PartialSums(randn(28, 6, 64, seed=6), 64**-0.5)
-    encoded = encode_index_queries(IndexQueries(whole.queries, parts))
-    expected = encode_index_queries(IndexQueries.of(whole.queries, parts.reduce()))
-    assert torch.equal(encoded.queries.view(torch.uint8), expected.queries.view(torch.uint8))
-    torch.testing.assert_close(encoded.head_weights, expected.head_weights, rtol=1e-4, atol=1e-6)
-    later = encode_index_queries(IndexQueries(whole.queries, parts)[4:])
-    assert torch.equal(later.head_weights, encoded.head_weights[4:]), "whoever else is there"
-
-
 def test_nan_stays_nan() -> None:
     compressed = randn(2, 576, dtype=torch.bfloat16)
     compressed[1, 7] = float("nan")
@@ -134,10 +114,9 @@ def test_nan_stays_nan() -> None:
 def test_tensors_that_do_not_fit_together_are_refused() -> None:
     rope = rope_of(2, 64, torch.bfloat16)
     norm = RmsNorm(torch.ones(512, device=CUDA), 1e-6)
-    with pytest.raises(ValueError, match="expected"):
-        encode_items(randn(2, 575), norm, rope, PUBLISHED)
-    with pytest.raises(ValueError, match="expected"):
-        encode_items(randn(3, 576), norm, rope, PUBLISHED)
+    for wrong in (randn(2, 575), randn(3, 576)):
+        with pytest.raises(ValueError, match="expected"):
+            encode_items(wrong, norm, rope, PUBLISHED)
     key_norm = LayerNorm(torch.ones(128, device=CUDA), torch.zeros(128, device=CUDA), 1e-6)
     with pytest.raises(ValueError, match="expected"):
         encode_index_keys(randn(2, 127), key_norm, rope, False, PUBLISHED)

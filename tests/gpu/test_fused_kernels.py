@@ -14,7 +14,7 @@ from kernels.triton.router import partial_products
 from model.feed_forward import MixtureOfExperts, Router
 from model.shard import RoutedTokens
 from model.weights import Linear
-from tests.gpu.test_attention_backends import CUDA, generator, randn
+from tests.gpu.test_attention_backends import CUDA, exactly, randn, rope_of
 from tests.model.test_attention import random_attention
 
 # Rotation
@@ -31,13 +31,13 @@ def test_rotation_is_that_of_torch_rounded_once(
     tokens: int, heads: int, rope_dim: int, width: int, beside_first: bool, interleaved: bool, dtype: torch.dtype
 ) -> None:
     """Of parts of wider tensors, and beside one whose heads come before its tokens."""
-    angles = 6 * torch.rand(tokens, rope_dim // 2, device=CUDA, generator=generator())
-    rope = Rope(angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1))
+    rope = rope_of(tokens, rope_dim, dtype)
     x = randn(tokens, heads, rope_dim + 6, dtype=dtype, seed=1)[..., 6:]
     beside = randn(heads, tokens, width, dtype=dtype, seed=2).transpose(0, 1)
     rotated = rotate(x, beside, rope, interleaved=interleaved, beside_first=beside_first)
-    exactly = Rope(rope.cos.double(), rope.sin.double())
-    exact = torch_ops.rotate(x.double(), beside.double(), exactly, interleaved=interleaved, beside_first=beside_first)
+    exact = torch_ops.rotate(
+        x.double(), beside.double(), exactly(rope), interleaved=interleaved, beside_first=beside_first
+    )
     step = 2**-8 if dtype == torch.bfloat16 else 1e-6
     torch.testing.assert_close(rotated.double(), exact, rtol=step, atol=1e-6)
 

@@ -71,7 +71,7 @@ def test_the_tokens_behind_a_prefill_node_of_two_ranks_equal_transformers(
 
 
 @needs_two
-def test_a_prefill_node_of_two_ranks_fetches_prefixes_into_the_memory_of_both_devices(
+def test_two_prefill_ranks_fetch_prefixes_into_both_devices(
     start_cluster: StartCluster, references: dict[str, Reference]
 ) -> None:
     flags = {"device": "cuda", "mem_fraction_static": 0.1}

@@ -93,7 +93,7 @@ def test_changed_logits_that_are_not_finite_cost_their_own_row_alone(nonsense: f
             assert found[:row] + found[row + 1 :] == alone[:row] + alone[row + 1 :]
 
 
-def test_after_changes_that_overflow_the_device_works_and_others_have_their_tokens() -> None:
+def test_changes_that_overflow_harm_no_device_and_no_others() -> None:
     """Bounds keep such a penalty out. Here a request has one nevertheless."""
     hostile = Sampling.model_construct(seed=1, repetition_penalty=1e-45)
     honest = [Sampling(seed=2, repetition_penalty=1.2), Sampling(temperature=0, frequency_penalty=0.5)]

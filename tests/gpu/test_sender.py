@@ -70,7 +70,7 @@ def test_the_rows_of_a_part_are_uploaded_once_for_all_layers() -> None:
     assert [event.name.startswith("Memcpy HtoD") for event in profile.events()].count(True) == 2
 
 
-def test_rows_are_uploaded_without_waiting_for_the_device_and_go_with_their_part() -> None:
+def test_rows_are_uploaded_without_a_wait_and_go_with_their_part() -> None:
     source = DeviceSource([torch.rand(NUM_PAGES * PAGE_SIZE, 144, device=CUDA)])
     plan = ChunkPlan(np.arange(NUM_PAGES), PAGE_SIZE, np.arange(2400), 0, 2400)
     warm_up, part = plan.parts(1200)

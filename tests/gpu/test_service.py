@@ -16,24 +16,24 @@ from tests.e2e.conftest import (
     start_cluster,
     start_pair,
 )
-from tests.e2e.test_aborts import test_two_hundred_requests_a_third_of_them_aborted
+from tests.e2e.test_aborts import test_aborts_among_exact_answers
 from tests.e2e.test_parity import ALONE, TOGETHER, assert_exact, test_greedy_tokens_equal_transformers
 from tests.e2e.test_paths import (
-    test_a_node_that_prefills_for_itself_says_the_same,
+    test_local_prefill_says_the_same,
     test_requests_that_were_retracted_say_the_same,
 )
-from tests.e2e.test_prefixes import test_tokens_are_the_same_and_only_what_lacked_was_sent
+from tests.e2e.test_prefixes import test_cached_prefixes_give_the_same_tokens
 
 __all__ = [
     "checkpoints",
     "references",
     "start_cluster",
     "start_pair",
-    "test_a_node_that_prefills_for_itself_says_the_same",
+    "test_aborts_among_exact_answers",
+    "test_cached_prefixes_give_the_same_tokens",
     "test_greedy_tokens_equal_transformers",
+    "test_local_prefill_says_the_same",
     "test_requests_that_were_retracted_say_the_same",
-    "test_tokens_are_the_same_and_only_what_lacked_was_sent",
-    "test_two_hundred_requests_a_third_of_them_aborted",
 ]
 
 

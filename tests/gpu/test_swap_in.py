@@ -198,7 +198,7 @@ def test_positions_beyond_the_newest_are_counted_and_read_nothing(newest: int) -
 
 
 @pytest.mark.parametrize("cluster", [1, 4])
-def test_misses_that_have_no_slot_on_either_side_are_counted_and_copy_nothing(cluster: int) -> None:
+def test_misses_without_a_slot_are_counted_and_copy_nothing(cluster: int) -> None:
     """Position 5 has no host slot, 6 has none for its victim, 7 has neither, and 5 is missed twice."""
     with twins(top_k=6, hot_size=8, newest=[40], context=64, cluster=cluster) as both:
         for side in (both.cpu, both.gpu):

@@ -100,7 +100,7 @@ def test_two_requests_may_share_host_slots() -> None:
 
 
 @pytest.mark.parametrize("break_at_layer", [0, 1, 2, 3, 4])
-def test_a_step_that_broke_harms_nobody_once_those_who_were_in_it_have_ended(break_at_layer: int) -> None:
+def test_a_step_that_broke_harms_nobody_once_its_requests_ended(break_at_layer: int) -> None:
     """Layers of a group share residency: the group's first layer must not make the others believe in a copy."""
     with tiers() as t:
         rng = random.Random(break_at_layer)
@@ -131,7 +131,7 @@ def test_layers_swap_in_in_turn() -> None:
 
 
 @pytest.mark.parametrize("leave", ["finished", "retracted"])
-def test_host_slots_are_free_only_when_the_steps_that_write_to_them_are_over(leave: str) -> None:
+def test_host_slots_are_free_only_after_steps_that_write_to_them(leave: str) -> None:
     """A prefill node would write to them, and the device's copy of the new token would land on top of that."""
     with tiers() as t:
         assert t.admit("r", seed=1, num_tokens=9)

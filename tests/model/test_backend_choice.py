@@ -59,7 +59,7 @@ def test_triton_on_a_cpu_is_refused(spec: ModelSpec) -> None:
         ("kernels", r"needs cuda\.bindings, .*: install hisparse-pd\[kernels\]; give --attention-backend torch"),
     ],
 )
-def test_where_triton_cannot_run_it_is_refused_and_auto_makes_do_with_torch(
+def test_where_triton_cannot_run_auto_makes_do_with_torch(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, lacking: str, message: str
 ) -> None:
     pretend(monkeypatch, lacking)

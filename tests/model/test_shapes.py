@@ -35,9 +35,7 @@ def test_a_directory_of_published_widths_has_the_kv_of_the_model(
     ("shape", "hidden_size", "heads", "experts", "rope_theta"),
     [("deepseek-v3.2", 7168, 128, 256, 1e4), ("glm-5", 6144, 64, 256, 1e6)],
 )
-def test_widths_are_those_of_the_published_models(
-    shape: ShapeName, hidden_size: int, heads: int, experts: int, rope_theta: float
-) -> None:
+def test_widths_are_published(shape: ShapeName, hidden_size: int, heads: int, experts: int, rope_theta: float) -> None:
     """What tells them apart; all else comes from transformers."""
     config = published_config(shape)
     assert (config["hidden_size"], config["num_attention_heads"]) == (hidden_size, heads)
