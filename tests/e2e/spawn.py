@@ -1,7 +1,6 @@
 """How a process of the service comes about: executed, as users do it, or forked from one that has imported everything.
 
-Imports take four seconds of a processor, and a run of all tests starts some hundreds of processes; a fork has them
-behind it. Either runs the same command in a session of its own, with the same environment and output.
+Imports take four seconds of a processor. Either runs the same command in a session of its own.
 """
 
 import importlib

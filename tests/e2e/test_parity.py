@@ -23,10 +23,8 @@ ALONE = random_prompts(LENGTHS)
 MORE_LENGTHS = (2, 17, 100, 127, 128, 129, 130, 200, 256, 300)
 TOGETHER = ALONE + random_prompts(MORE_LENGTHS, seed=1)
 TOGETHER_IN_FP8 = ALONE + random_prompts(MORE_LENGTHS, seed=2)
-"""Prompts without near-ties. Where a number lies half way between two of float8_e4m3, the last bit of a sum in float32,
-in which processors differ, decides which of them is stored. This moves index scores of later layers by some 1e-4, and
-two positions at the border of the top-k may change places. With weights that are disturbed in their last bits the
-reference answers these prompts with the same tokens; of those in TOGETHER, one gets another token."""
+"""Prompts without near-ties, which processors decide differently: the reference gives the same tokens with weights that
+are disturbed in their last bits. Of those in TOGETHER, one gets another token."""
 
 
 def configurations() -> Iterator[Any]:

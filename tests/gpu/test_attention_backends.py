@@ -136,9 +136,6 @@ def test_tensors_that_do_not_fit_together_are_refused() -> None:
             attend_rows(given.queries, wrong, given.rows, SCALING, given.latent_dim)
 
 
-# Selection
-
-
 def index_queries(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> IndexQueries:
     return IndexQueries.of(
         queries=randn(tokens, heads, dim, dtype=dtype, seed=4),
@@ -230,9 +227,6 @@ def test_a_prompt_may_be_scored_in_blocks(monkeypatch: pytest.MonkeyPatch) -> No
     whole = backend.select_for_prompt(index, keys, 200, 300, 64)
     monkeypatch.setattr("kernels.triton.attention.SCORE_BLOCK_BYTES", 33 * 4 * 300)
     assert torch.equal(backend.select_for_prompt(index, keys, 200, 300, 64), whole)
-
-
-# CUDA graphs
 
 
 def captured(work: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:

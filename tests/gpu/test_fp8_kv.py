@@ -127,9 +127,6 @@ def test_tensors_that_do_not_fit_together_are_refused() -> None:
         attend_fp8_rows(queries.float(), torch.zeros((9, 656), dtype=torch.uint8, device=CUDA), rows, 1.0, PUBLISHED)
 
 
-# Attention
-
-
 def random_rows(num_queries: int, heads: int, kv_format: Fp8Format, k: int) -> tuple[torch.Tensor, ...]:
     """Queries, a pool and rows of it, of which some are absent; rows that no query has hold NaN."""
     dim = kv_format.latent_dim + kv_format.rope_dim
@@ -208,9 +205,6 @@ def test_a_replay_attends_as_an_eager_call_does(num_queries: int) -> None:
     queries.copy_(queries.flip(0))
     graph.replay()
     assert torch.equal(result, attend_fp8_rows(queries, kv, rows, SCALING, PUBLISHED))
-
-
-# Scores
 
 
 def exact_scores(encoded: IndexQueries, keys: torch.Tensor, dim: int) -> torch.Tensor:
@@ -327,9 +321,6 @@ def test_prompt_scores(start: int, tokens: int, heads: int, kv_format: Fp8Format
     behind = torch.arange(start + tokens, device=CUDA) > torch.arange(start, start + tokens, device=CUDA)[:, None]
     exact = exact_scores(encoded, kv_format.index_keys(stored), dim)
     assert_scores(scores.masked_fill(behind, 0), exact.masked_fill(behind, 0))
-
-
-# The model
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])

@@ -61,9 +61,6 @@ def test_parts_that_do_not_fit_together_are_refused() -> None:
             rotate(*wrong[:2], Rope(wrong[2], wrong[2]), interleaved=True, beside_first=True)
 
 
-# Norms
-
-
 @pytest.mark.parametrize("fp8", [None, BlockFp8(True), BlockFp8(False)])
 @pytest.mark.parametrize("dim", [1536, 2048, 6144, 7168, 192])
 @pytest.mark.parametrize("count", [1, 16, 3000])
@@ -92,9 +89,6 @@ def test_a_norm_adds_first_and_quantises_last(count: int, dim: int, fp8: BlockFp
         assert torch.equal(in_rows.dense, normed.dense)
         assert torch.equal(tokens.values.view(torch.uint8), values.view(torch.uint8))
         assert torch.equal(tokens.scales, scales)
-
-
-# Routing
 
 
 def router(experts: int, top_k: int, groups: int, top_groups: int, normalise: bool = True) -> Router:
@@ -147,9 +141,6 @@ def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
     assert ((ids >= 0) & (ids < 256)).all()
 
 
-# Products in float32
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("rows", "channels"), [(256, 7168), (64, 7168), (32, 6144), (20, 300), (8, 64)])
 @pytest.mark.parametrize("tokens", [1, 8, 17, 128, 300])
@@ -173,9 +164,6 @@ def test_a_token_gets_the_same_sums_whoever_else_is_there(rows: int, dtype: torc
     together = partial_products(x, weight)
     for some in (slice(0, 1), slice(5, 13), slice(100, 128), slice(1, 66)):
         assert torch.equal(partial_products(x[some], weight), together[:, some])
-
-
-# Experts
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 700])

@@ -8,6 +8,7 @@ from engine.adjustments import LogitAdjustments
 from engine.sampling import NoToken, RandomStream, SamplingNeeds, draw, settings_of, tokens_of
 from kernels.ops import ops_on
 from kernels.torch_ops import CANDIDATES
+from tests.gpu.test_decode import waiting_is_an_error
 
 pytest.importorskip("triton")
 
@@ -69,11 +70,8 @@ def test_drawing_waits_for_nothing_whatever_it_takes() -> None:
     on_device, numbers = settings().to(CUDA), torch.full((len(REQUESTS),), 0.5, dtype=torch.float64, device=CUDA)
     draw(logits, on_device, numbers, needs, logits)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         drawn = draw(logits, on_device, numbers, needs, logits)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(isinstance(token, Token) for token in tokens_of(drawn.cpu(), REQUESTS))
 
 

@@ -12,7 +12,7 @@ from transfer.checksum import verify
 from transfer.choices import Transport
 
 CUDA = torch.device("cuda")
-_LONG = 400_000_000
+LONG = 400_000_000
 """Clock cycles: a fifth of a second and more on any GPU."""
 
 
@@ -41,7 +41,7 @@ def test_a_layer_is_read_after_the_kernels_that_write_it() -> None:
     computing = torch.cuda.Stream()
     with torch.cuda.stream(computing):
         for layer, buffers in enumerate(((0,), (1, 2))):
-            torch.cuda._sleep(_LONG)
+            torch.cuda._sleep(LONG)
             for buffer in buffers:
                 sending.layers[buffer].add_(1.0)
             progress.layer_done(layer)
@@ -76,7 +76,7 @@ def test_rows_are_uploaded_without_a_wait_and_go_with_their_part() -> None:
     warm_up, part = plan.parts(1200)
     source._rows_of(warm_up)
     with torch.cuda.stream(source._stream):
-        torch.cuda._sleep(_LONG)
+        torch.cuda._sleep(LONG)
     rows = source._rows_of(part)
     assert not source._stream.query()
     source._stream.synchronize()

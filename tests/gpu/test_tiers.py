@@ -13,12 +13,11 @@ from hisparse.swap_in import StagedKV
 from kernels.swap_in import default_block_size
 from kvcache.extents import HostSlots
 from kvcache.host_pool import HostKVPool
+from tests.gpu.test_sender import LONG
 from tests.hisparse.test_coordinator import spoil_and_verify, violate_and_count, walk_and_leave_nothing
 from tests.hisparse.tiers_harness import FORMAT, LAYOUT, TOP_K, Tiers, tiers
 
 CUDA = torch.device("cuda", 0)
-_LONG = 400_000_000
-"""Clock cycles: a fifth of a second and more on any GPU."""
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -75,7 +74,7 @@ def busy_tiers() -> Iterator[Tiers]:
         assert t.coordinator.staging.poll().landed == ["warm"]
         t.host.release(slots)
         t.coordinator.counters()
-        torch.cuda._sleep(_LONG)
+        torch.cuda._sleep(LONG)
         yield t
         torch.cuda.synchronize()
 

@@ -146,9 +146,6 @@ def test_quantising_needs_a_device_that_computes_in_fp8(one: Path) -> None:
         load_model(one, torch.bfloat16, CPU, quantization="fp8")
 
 
-# What a device that computes in fp8 gets
-
-
 def network(path: Path, shard: Shard = SINGLE_RANK, quantises: bool = False) -> Network:
     weights = StoredWeights(
         find_tensors(sorted(path.glob("*.safetensors"))), CPU, torch.bfloat16, keeps=BlockFp8(), quantises=quantises
