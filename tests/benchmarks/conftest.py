@@ -40,6 +40,14 @@ def bench(directory: Path, *words: str, code: int = 0) -> Json:
     return content
 
 
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The line with which `hisparse-pd bench` refuses these words."""
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *words])
+    assert ended.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
 @contextmanager
 def started(command: Sequence[str], **options: Any) -> Iterator["subprocess.Popen[Any]"]:
     """The command, until the end of the context: what still runs of it then, and below it, is killed."""

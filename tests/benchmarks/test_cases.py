@@ -60,9 +60,7 @@ def test_a_sweep_combines_what_is_given_and_leaves_the_rest() -> None:
         lambda: run_prefill_bench(PrefillBench()),
     ],
 )
-def test_a_benchmark_of_gpus_says_that_none_is_there(
-    bench: Callable[[], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_benchmark_says_if_none_is_there(bench: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(StartupError, match="CUDA device"):
         bench()

@@ -12,7 +12,6 @@ from benchmarks.passkey import BEGIN_ID, CHECKPOINT, CONTEXT_LENGTH
 from benchmarks.passkey.__main__ import main
 from benchmarks.passkey.exam import questions
 from benchmarks.passkey.question import KEYS, make_question
-from benchmarks.serving.services import Local, variant
 from benchmarks.serving.stub import MODEL, Reply
 from gateway.tokenizer import CheckpointTokenizer
 from tests.benchmarks.conftest import Json
@@ -76,9 +75,7 @@ class Scholar:
         reply.whole(200, {"choices": [{"text": key if tokens != 512 else key[::-1] + "0"}]})
 
 
-def test_an_exam_counts_by_length_and_quotes_what_is_wrong(
-    stub: Callable[..., str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_exam_counts_by_length_quotes_errors(stub: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
     scholar = Scholar()
     url = stub(scholar.answer)
     main(base_urls=[f"one={url}", f"two={url}"], lengths="512,1K", count=3)
@@ -89,26 +86,3 @@ def test_an_exam_counts_by_length_and_quotes_what_is_wrong(
     assert len(scholar.asked) == 2 * 2 * 3
     assert scholar.asked[0] | {"prompt": 0} == {"model": MODEL, "prompt": 0, "max_tokens": 8, "temperature": 0}
     assert len({request["prompt"] for request in scholar.asked}) == 2 * 3, "all services are asked the same"
-
-
-def test_a_service_that_does_not_answer_is_one_line() -> None:
-    with pytest.raises(StartupError, match="no service answers at http://127"):
-        main(base_urls=["http://127.0.0.1:1"], count=1)
-
-
-@pytest.mark.parametrize(
-    ("words", "label", "flags"),
-    [
-        ("", "default", ()),
-        ("--dtype float32", "--dtype float32", ("--dtype", "float32")),
-        ("--dtype=float32", "--dtype=float32", ("--dtype=float32",)),
-        ('fp32, all=--hisparse-config {"a":1}', "fp32, all", ("--hisparse-config", '{"a":1}')),
-    ],
-)
-def test_a_variant_has_further_flags_and_maybe_a_label(words: str, label: str, flags: tuple[str, ...]) -> None:
-    assert variant(words, CHECKPOINT, ["--device", "cuda"]) == Local(label, CHECKPOINT, ("--device", "cuda", *flags))
-
-
-def test_flags_of_serve_are_not_for_a_service_that_runs() -> None:
-    with pytest.raises(StartupError, match="for services that are started here"):
-        main(["--dtype", "float32"], base_urls=["http://127.0.0.1:1"])

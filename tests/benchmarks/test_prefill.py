@@ -67,23 +67,6 @@ def test_a_chunk_is_computed_behind_what_is_in_the_pool(rank_of: int, kv_cache_d
     assert torch.equal(prompt.pool.kv, again)
 
 
-def test_work_of_a_chunk() -> None:
-    """The last of the small model's two layers is its only mixture of experts, and only its KV is computed."""
-    config = PrefillBench(rank_of=4, quantization="none", kv_cache_dtype="fp8_e4m3")
-    work = work_of_chunk(small(config), context=100, chunk=30, rank_of=4)
-    down, query_b, out, index_query_b = (32 + 32 + 48) * 64, 2 * 32 * 32, 64 * 32, 16 * 32 * 32
-    dense = 3 * 64 * 64
-    projected = 2 * down + query_b + out + index_query_b + dense
-    assert work[StepPart.PROJECTIONS][0].num_bytes == 2 * projected
-    assert work[StepPart.PROJECTIONS][0].operations == 2 * 30 * projected
-    assert work[StepPart.PROJECTIONS][1].operations == 2 * 30 * 2 * 2 * 16 * 32
-    assert work[StepPart.EXPERTS][0].operations == 0
-    scored = sum(range(71, 101))
-    assert work[StepPart.INDEX][0].operations == 2 * scored * 16 * 32
-    assert work[StepPart.TOP_K][0].num_bytes == 4 * scored
-    assert work[StepPart.ATTENTION][0].operations == 2 * 30 * 32 * 2 * (48 + 32)
-
-
 def test_work_of_published_experts() -> None:
     config = PrefillBench(layers=5, rank_of=8)
     device = torch.device("meta")

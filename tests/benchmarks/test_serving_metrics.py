@@ -25,17 +25,10 @@ def outcome(
 STEADY = outcome((1.0, 1), (1.1, 1), (1.2, 1), (1.3, 1), usage=Usage(10, 4), ended=1.4)
 
 
-def test_times_of_a_request() -> None:
-    answered = Answered(STEADY)
-    assert answered.ttft == 1.0
-    assert answered.latency == 1.4
-    assert answered.gaps == pytest.approx([0.1, 0.1, 0.1])
-    assert answered.tpot == pytest.approx(0.1)
-
-
 @pytest.mark.parametrize(
     ("arrivals", "gaps", "tpot"),
     [
+        ([(1.0, 1), (1.1, 1), (1.2, 1), (1.3, 1)], [0.1, 0.1, 0.1], 0.1),
         ([(1.0, 1), (1.6, 3)], [0.2, 0.2, 0.2], 0.2),
         ([(1.0, 3), (1.5, 1)], [0.5], 0.5 / 3),
         ([(1.0, 1)], [], None),
@@ -44,7 +37,8 @@ def test_times_of_a_request() -> None:
 def test_tokens_of_one_event_share_the_time_since_the_event_before(
     arrivals: list[tuple[float, int]], gaps: list[float], tpot: float | None
 ) -> None:
-    answered = Answered(outcome(*arrivals))
+    answered = Answered(outcome(*arrivals, ended=arrivals[-1][0] + 0.1))
+    assert (answered.ttft, answered.latency) == (1.0, arrivals[-1][0] + 0.1)
     assert answered.gaps == pytest.approx(gaps)
     assert answered.tpot == (None if tpot is None else pytest.approx(tpot))
 

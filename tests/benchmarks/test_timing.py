@@ -3,35 +3,16 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import disturbance
-from benchmarks.disturbance import Disturbance, warning
-from benchmarks.grammar.steps import GrammarSteps, PairedTimes, StepTimes
+from benchmarks.grammar.steps import GrammarSteps
 from benchmarks.kernel_times import exclusive_times
 from benchmarks.overlap.node import LONG_GAP_US, gaps
 from control.grammar import TextChoice
 from tests.engine.grammar.small import PADDED, compiled, encode
-
-
-def test_what_is_not_ones_own_is_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, machine, own = [100.0], [1000.0], [50.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(disturbance, "_machine_seconds", lambda: machine[0])
-    monkeypatch.setattr(disturbance, "_own_seconds", lambda: own[0])
-    measured = Disturbance()
-    clock[0], machine[0], own[0] = 110.0, 1018.0, 53.0
-    assert measured.cores() == pytest.approx(1.5)
-
-
-def test_little_is_not_mentioned() -> None:
-    assert warning(0.05) is None
-    assert warning(0.5) is not None
-
 
 US = 1000
 LONG = round(LONG_GAP_US * US)
@@ -59,14 +40,6 @@ def test_the_host_alone_is_measured_without_a_device(tmp_path: Path) -> None:
     for record in records:
         assert 0 < record["host_ms"] < record["step_ms"]
         assert record["kernels"] == 0
-
-
-def test_the_median_of_pairs_knows_nothing_of_the_speed_of_the_moment() -> None:
-    free = [StepTimes(ms, ms) for ms in (10.0, 10.0, 60.0, 10.0, 70.0)]
-    bound = [StepTimes(1.05 * step.ms, 2 * step.processor_ms) for step in free]
-    pairs = PairedTimes(free, bound)
-    assert pairs.cells(lambda step: step.ms) == ["10.00", "10.50", "+5.0%", "+5.0% to +5.0%"]
-    assert pairs.cells(lambda step: step.processor_ms)[2] == "+100.0%"
 
 
 def test_a_kernel_that_waits_for_the_one_before_counts_from_its_end() -> None:

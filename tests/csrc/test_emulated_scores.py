@@ -48,24 +48,17 @@ def pages_of(lengths: list[int], max_pages: int, page_size: int, heads: int) -> 
         ([0, 0], 2, 64, 32, 2, 2),
         ([100] * 40, 1, 128, 32, 5, 2),
         ([1, 0, 16] * 45, 1, 16, 32, 2, 2),
+        ([9000, 5001], 141, 64, 32, 2, 3),  # pages are looked up several times
     ],
 )
 def test_scores(lengths: list[int], max_pages: int, page_size: int, heads: int, blocks: int, stages: int) -> None:
     given, exact = pages_of(lengths, max_pages, page_size, heads)
     assert given.fits()
     scores = torch.full(exact.shape, UNTOUCHED)
-    specialization = PageScoreSpecialization(heads, stages, block_size=128 if len(lengths) > 100 else 256)
+    block_size = 128 if sum(lengths) > 9000 or len(lengths) > 100 else 256
+    specialization = PageScoreSpecialization(heads, stages, block_size)
     shared_bytes = specialization.shared_bytes_for(len(lengths))
     EmulatedKernel(specialization).launch(page_params(given, scores), (blocks, 1, 1), shared_bytes=shared_bytes)
-    torch.testing.assert_close(scores.double(), exact, rtol=1e-3, atol=1e-3)
-
-
-def test_long_sequences_whose_pages_are_looked_up_several_times() -> None:
-    given, exact = pages_of([9000, 5001], 141, 64, 32)
-    scores = torch.full(exact.shape, UNTOUCHED)
-    specialization = PageScoreSpecialization(32, 3, block_size=128)
-    shared_bytes = specialization.shared_bytes_for(2)
-    EmulatedKernel(specialization).launch(page_params(given, scores), (2, 1, 1), shared_bytes=shared_bytes)
     torch.testing.assert_close(scores.double(), exact, rtol=1e-3, atol=1e-3)
 
 

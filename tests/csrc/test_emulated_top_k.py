@@ -12,6 +12,7 @@ from kernels import top_k
 from kernels.specialization import Specialization
 from kernels.top_k import TopK, TopKSpecialization, launch_params
 from tests.csrc.emulator import COMPILER, EmulatedKernel
+from tests.kernels.sorted_top import sorted_top
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
@@ -28,17 +29,6 @@ def emulated_top(
     params = launch_params(scores, lengths, positions, kept)
     EmulatedKernel(specialization).launch(params, (len(scores) * cluster, 1, 1), cluster)
     return positions
-
-
-def sorted_top(scores: torch.Tensor, k: int, lengths: torch.Tensor | None) -> torch.Tensor:
-    """By a stable sort: NaN first, then the largest, of equal scores the first."""
-    expected = torch.full((len(scores), k), -1)
-    for row, values in enumerate(scores.numpy()):
-        length = values.size if lengths is None else min(max(int(lengths[row]), 0), values.size)
-        is_number = ~np.isnan(values[:length])
-        best = np.lexsort((np.arange(length), np.where(is_number, -values[:length], 0), is_number))[:k]
-        expected[row, : best.size] = torch.from_numpy(np.sort(best))
-    return expected
 
 
 @st.composite
@@ -62,9 +52,7 @@ def many_ties(draw: st.DrawFn) -> tuple[torch.Tensor, int, torch.Tensor | None]:
 
 @settings(max_examples=100)
 @given(given_scores=many_ties(), cluster=st.sampled_from([1, 2, 4]))
-def test_the_kernel_selects_what_a_stable_sort_selects(
-    given_scores: tuple[torch.Tensor, int, torch.Tensor | None], cluster: int
-) -> None:
+def test_it_selects_as_a_stable_sort(given_scores: tuple[torch.Tensor, int, torch.Tensor | None], cluster: int) -> None:
     scores, k, lengths = given_scores
     selected = emulated_top(scores, k, lengths, cluster)
     assert torch.equal(selected, sorted_top(scores, k, lengths))

@@ -186,9 +186,7 @@ def test_parameters_are_those_of_the_source_in_its_order() -> None:
 
 
 @pytest.mark.parametrize("struct", ["struct P {\n    i64 a;\n    i32 b;  // half; as wide\n};", "struct Q {\n};"])
-def test_a_parameter_that_is_not_8_bytes_wide_is_refused(
-    struct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_parameter_not_8_bytes_wide_is_refused(struct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.specialization.CSRC", tmp_path)
     (tmp_path / "kernel.cu").write_text(struct)
     with pytest.raises(TypeError, match="expected pointers and i64 as fields of P"):

@@ -6,15 +6,14 @@ import subprocess
 import sys
 from typing import Any
 
-import pytest
 import yaml
 
 from tests.deploy.program import DEPLOY, ROLES, CommandLine, default, read
+from tests.deploy.rendered import every_role
 
 COMPOSE = DEPLOY / "compose.yaml"
 FILE: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())
 SERVICES: dict[str, dict[str, Any]] = FILE["services"]
-every_role = pytest.mark.parametrize("role", ROLES)
 
 
 def command_line(role: str) -> CommandLine:

@@ -76,9 +76,6 @@ def test_both_images_have_the_same_torch_and_mooncake_as_the_set_up() -> None:
     assert cuda["nvidia-cuda-runtime"].major == 13
 
 
-# --- the health check ---
-
-
 @pytest.mark.parametrize("command", PORTS)
 def test_health_is_asked_for_at_the_port_of_the_command(command: str) -> None:
     url = f"http://127.0.0.1:{default(command, 'port')}/health"

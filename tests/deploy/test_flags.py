@@ -2,7 +2,6 @@
 
 import re
 
-import pytest
 import yaml
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
@@ -16,10 +15,19 @@ from service.config import NodeConfig
 from service.node_model import check
 from service.status import status_router
 from tests.deploy.program import DEPLOY, ROLES, default, read_shell
-from tests.deploy.rendered import GROUPS, OVERLAYS, command_line, container, containers, named, of_kind
+from tests.deploy.rendered import (
+    GROUPS,
+    command_line,
+    container,
+    containers,
+    every_node,
+    every_overlay,
+    every_role,
+    named,
+    of_kind,
+)
 
 CONFIGS: dict[str, type[NodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
-every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 
 
 @every_overlay
@@ -34,7 +42,7 @@ def test_the_program_accepts_every_command_line(overlay: str) -> None:
             parse_config(line.values["hisparse_config"], model_top_k=64)
 
 
-@pytest.mark.parametrize("role", ROLES)
+@every_role
 @every_overlay
 def test_ports_are_those_that_the_program_listens_on(overlay: str, role: str) -> None:
     each = container(overlay, role)
@@ -66,7 +74,7 @@ def test_probes_ask_for_what_every_process_answers(overlay: str) -> None:
                 assert client.get(each[kind]["httpGet"]["path"]).status_code == 200
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@every_node
 def test_autoscalers_go_by_metrics_that_the_adapter_makes_of_the_programs(role: str) -> None:
     scaler = named("gpu-tcp", "HorizontalPodAutoscaler", f"hisparse-pd-{role}")["spec"]
     (metric,) = scaler["metrics"]
@@ -74,7 +82,7 @@ def test_autoscalers_go_by_metrics_that_the_adapter_makes_of_the_programs(role: 
     (rule,) = [r for r in rules["rules"]["custom"] if r["name"]["as"] == metric["pods"]["metric"]["name"]]
     (series,) = set(re.findall(r"\bhisparse_pd_\w+", rule["seriesQuery"]))
     assert set(re.findall(r"\bhisparse_pd_\w+", rule["metricsQuery"])) == {series}
-    assert series in _metrics()
+    assert series in {metric.name for metric in Metrics().registry.collect()}
 
 
 def test_the_readme_shows_command_lines_that_the_program_accepts() -> None:
@@ -87,7 +95,3 @@ def test_the_readme_shows_command_lines_that_the_program_accepts() -> None:
 
 def _commands(block: str) -> list[str]:
     return [line for line in block.replace("\\\n", " ").splitlines() if line.startswith("hisparse-pd ")]
-
-
-def _metrics() -> set[str]:
-    return {metric.name for metric in Metrics().registry.collect()}

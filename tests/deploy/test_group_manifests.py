@@ -78,14 +78,27 @@ def test_prometheus_finds_every_rank_of_a_decode_node(overlay: str) -> None:
 @every_node
 @pytest.mark.parametrize("overlay", OF_SEVERAL_HOSTS)
 def test_the_hosts_of_a_node_find_each_other_by_the_controllers_words(overlay: str, role: str) -> None:
-    spec = workload(overlay, role)["spec"]
+    whole = workload(overlay, role)
     each = container(overlay, role)
     flags = command_line(each).values
-    assert flags["nnodes"] == spec["leaderWorkerTemplate"]["size"] == 2
+    assert flags["nnodes"] == 2
     assert "--node-rank=$(LWS_WORKER_INDEX)" in each["args"]
     assert "--dist-init-addr=$(LWS_LEADER_ADDRESS):5000" in each["args"]
-    assert spec["startupPolicy"] == "LeaderCreated", "no pod is ready before the others have come"
-    assert spec["leaderWorkerTemplate"]["restartPolicy"] == "None", "hosts end and start together by themselves"
+    assert (whole["apiVersion"], whole.keys()) == (
+        "leaderworkerset.x-k8s.io/v1",
+        {"apiVersion", "kind", "metadata", "spec"},
+    )
+    assert whole["spec"] == {
+        "replicas": 1,
+        "startupPolicy": "LeaderCreated",  # no pod is ready before the others have come
+        "networkConfig": {"subdomainPolicy": "Shared"},
+        "rolloutStrategy": {
+            "type": "RollingUpdate",
+            "rollingUpdateConfiguration": {"maxUnavailable": 1, "maxSurge": 0},
+        },
+        # Hosts end and start together by themselves.
+        "leaderWorkerTemplate": {"size": 2, "restartPolicy": "None", "workerTemplate": template(overlay, role)},
+    }
     names = ("ranks", "nnodes", "node_rank", "dist_init_addr", "key_dir")
     check_hosts(DecodeConfig(model_path=Path(), **{name: flags[name] for name in names}))
     policy = named(overlay, "NetworkPolicy", f"hisparse-pd-{role}-hosts")["spec"]

@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from base.version import VERSION
-from tests.deploy import leaderworkerset
 from tests.deploy.program import ROLES
 from tests.deploy.rendered import (
     KUBECTL,
     KUBERNETES,
+    Object,
     command_line,
     container,
     containers,
@@ -52,10 +52,16 @@ KINDS = {
 def test_every_object_is_valid(overlay: str, version: str) -> None:
     for item in objects(overlay):
         assert item["kind"] in KINDS
-        if item["kind"] == "LeaderWorkerSet":
-            leaderworkerset.validate(item, version)
-        else:
-            kubernetes_validate.validate(item, version, strict=True)
+        known = as_stateful_set(item) if item["kind"] == "LeaderWorkerSet" else item
+        kubernetes_validate.validate(known, version, strict=True)
+
+
+def as_stateful_set(item: Object) -> Object:
+    """With the pods of a LeaderWorkerSet, which are Kubernetes' own."""
+    pods = item["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    labels = pods["metadata"]["labels"]
+    spec = {"serviceName": "pods", "selector": {"matchLabels": labels}, "template": pods}
+    return {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": "pods"}, "spec": spec}
 
 
 @every_role
@@ -88,9 +94,6 @@ def test_nodes_register_with_every_gateway(overlay: str, role: str) -> None:
     assert service["clusterIP"] == "None", "its name has the addresses of all replicas"
     assert service["selector"]["app.kubernetes.io/component"] == "gateway"
     assert int(port) == ports(container(overlay, "gateway"))["control"]
-
-
-# --- containers ---
 
 
 @every_overlay
@@ -148,9 +151,6 @@ def test_the_checkpoint_is_mounted_where_it_is_looked_for(overlay: str, role: st
         assert named(overlay, "PersistentVolumeClaim", claim["claimName"])["spec"]["accessModes"] == ["ReadOnlyMany"]
 
 
-# --- resources ---
-
-
 @every_node
 @every_overlay
 def test_memory_follows_from_the_host_pool(overlay: str, role: str) -> None:
@@ -174,9 +174,6 @@ def test_a_gateway_has_memory_for_the_requests_that_it_may_hold(overlay: str) ->
     assert gib(gateway["resources"]["limits"]["memory"]) >= 0.5 + 10 * held
 
 
-# --- life and death ---
-
-
 @every_role
 @every_overlay
 def test_a_pod_has_time_to_drain(overlay: str, role: str) -> None:
@@ -188,9 +185,6 @@ def test_a_pod_has_time_to_drain(overlay: str, role: str) -> None:
     if role == "gateway":
         assert drain >= float(flags["request_timeout"])
         assert before > 0, "connections still come until every node knows that the pod is leaving"
-
-
-# --- keys ---
 
 
 @every_role
@@ -259,6 +253,3 @@ def test_tls_can_be_added(tmp_path: Path) -> None:
     }
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert each[kind]["httpGet"] == {"path": "/health", "port": "http", "scheme": "HTTPS"}
-
-
-# --- autoscaling ---

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.program import DEPLOY, ROLES, CommandLine, default, read_shell
+from tests.deploy.program import DEPLOY, CommandLine, default, read_shell
+from tests.deploy.rendered import every_role
 
 SYSTEMD = DEPLOY / "systemd"
 UNITS = {
@@ -19,7 +20,6 @@ UNITS = {
     "prefill": "hisparse-pd-prefill@.service",
     "decode": "hisparse-pd-decode@.service",
 }
-every_role = pytest.mark.parametrize("role", ROLES)
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 
 
@@ -72,18 +72,13 @@ def test_the_program_accepts_the_command_line(role: str) -> None:
     line = command_line(role)
     assert line.command == role
     assert Unit(role)["User"] != "root"
+    assert set(re.findall(r"\$\{?(\w+)", Unit(role)["ExecStart"])) == _env(role).keys()
+    assert f"EnvironmentFile=/etc/hisparse-pd/{role}.env\n" in Unit(role).text
     if role != "gateway":
         assert line.values["device"] == "cuda:0"
         assert line.values["gateways"] == [f"{_env('gateway')['HOST']}:{default('gateway', 'control_port')}"]
     if role == "decode":
         assert json.loads(line.values["hisparse_config"])["host_pool_gib"] > 0
-
-
-@every_role
-def test_every_variable_of_the_unit_is_in_its_example(role: str) -> None:
-    used = set(re.findall(r"\$\{?(\w+)", Unit(role)["ExecStart"]))
-    assert used == _env(role).keys()
-    assert f"EnvironmentFile=/etc/hisparse-pd/{role}.env\n" in Unit(role).text
 
 
 @every_role

@@ -47,6 +47,15 @@ def ids_of(answer: dict[str, Any]) -> list[int]:
     return ids
 
 
+def ids_in(line: str) -> list[int]:
+    """The token ids of a line of a stream. AssertionError if it is an error."""
+    if not line.startswith("data: {"):
+        return []
+    event = json.loads(line.removeprefix("data: "))
+    assert "error" not in event, event
+    return [token_id for choice in event["choices"] for token_id in choice.get("token_ids") or []]
+
+
 @contextmanager
 def streamed(url: str, prompt: Sequence[int], max_tokens: int) -> Iterator[Iterator[str]]:
     """The lines of a stream, while they come."""
@@ -64,12 +73,7 @@ async def _run_job(client: httpx.AsyncClient, url: str, job: Job) -> list[int]:
         if job.abort_after == 0:
             return ids
         async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = httpx.Response(200, text=line.removeprefix("data: ")).json()
-            assert "error" not in event, event
-            for choice in event["choices"]:
-                ids += choice.get("token_ids") or []
+            ids += ids_in(line)
             if job.abort_after is not None and len(ids) >= job.abort_after:
                 return ids
     return ids

@@ -1,7 +1,6 @@
 """An independent look at every byte: what the prefill computed, what landed, and what requests have and leave.
 
-Each process writes down BLAKE2b digests of KV in the order of positions. They share nothing with what is audited: not
-the transfer's checksums, nor its runs and gathering, but pool tensors that are indexed position by position.
+Each process writes down digests of its pools' rows in the order of positions, without the transfer's own code.
 
 What landed must be what that attempt's prefill node had. What a request has, cached or not, must be what some node
 computed for the same tokens: each whole block of 64 positions goes by the tokens up to its end.

@@ -147,7 +147,7 @@ class Cluster:
     """A gateway and the nodes that were added to it. Context manager: nothing runs on after it.
 
     Processes run `module`, where `places` says for one of that name, with what `environment` says in their environment.
-    They come about by `spawn`.
+    They come about by `spawn`. Nodes compute on `device`.
     """
 
     model_path: Path
@@ -156,6 +156,7 @@ class Cluster:
     environment: Callable[[str], Mapping[str, str]] = lambda name: {}
     places: Callable[[str], Place] = lambda name: Place()
     spawn: Spawn = execute
+    device: str = "cpu"
     nodes: dict[str, Node] = field(default_factory=dict)
 
     def __enter__(self) -> "Cluster":
@@ -201,7 +202,7 @@ class Cluster:
 
     def _node_flags(self, flags: dict[str, object]) -> dict[str, object]:
         gateway = self.nodes.get("gateway")
-        defaults: dict[str, object] = {"transfer_protocol": "tcp", "dtype": "float32"}
+        defaults: dict[str, object] = {"device": self.device, "transfer_protocol": "tcp", "dtype": "float32"}
         if gateway is not None:
             defaults["gateway"] = gateway.control_address
         return {**defaults, **flags}

@@ -11,16 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from cli.serve import free_port, is_ready
-from kernels.operands import BlockFp8
 from model.tiny import write_tiny_checkpoint
-from tests.dequantised import write_dequantised
 from tests.e2e.cluster import HOT_BUFFER, Cluster, Node, wait_until
 from tests.e2e.spawn import Command, execute, fork
 from tests.greedy import generate, likeliest, logprobs
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
-SCALE_FORMATS = ("float", "ue8m0")
-"""Of checkpoints in block-fp8, which are called `family-format`."""
 TOKEN_BYTES = 4 * (4 * 64 + 4 * 32)
 """Of the tiny deepseek_v32 checkpoint: items and index keys of four layers in float32."""
 
@@ -54,47 +50,25 @@ class Reference:
         return logprobs(self._network, token_ids)
 
 
-class Checkpoints(dict[str, Path]):
-    """Checkpoints of both families, and of each family in block-fp8, written when they are first asked for."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__()
-        self._root = root
-
-    def __missing__(self, name: str) -> Path:
-        path = self._root / name
-        family, _, scales = name.partition("-")
-        assert family in FAMILIES
-        if not scales:
-            write_tiny_checkpoint(path, family, seed=7, index_topk=64)
-        else:
-            assert scales in SCALE_FORMATS
-            fp8 = BlockFp8(power_of_two=scales == "ue8m0")
-            write_tiny_checkpoint(path, family, seed=7, hidden_size=192, fp8=fp8)
-        self[name] = path
-        return path
-
-
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return Checkpoints(tmp_path_factory.mktemp("e2e") / "checkpoints")
+    """A tiny checkpoint of each family."""
+    root = tmp_path_factory.mktemp("e2e")
+    for family in FAMILIES:
+        write_tiny_checkpoint(root / family, family, seed=7, index_topk=64)
+    return {family: root / family for family in FAMILIES}
 
 
 class References(dict[str, Reference]):
-    """The reference of each checkpoint, made when it is first asked for: of one in fp8, from a float32 copy."""
+    """The reference of each checkpoint, made when it is first asked for."""
 
     def __init__(self, checkpoints: dict[str, Path]) -> None:
         super().__init__()
         self._checkpoints = checkpoints
 
     def __missing__(self, name: str) -> Reference:
-        path = self._checkpoints[name]
-        if name not in FAMILIES:
-            copy = path.parent.parent / "copies" / name
-            write_dequantised(path, copy)
-            path = copy
-        self[name] = Reference(path)
-        return self[name]
+        reference = self[name] = Reference(self._checkpoints[name])
+        return reference
 
 
 @pytest.fixture(scope="session")
@@ -149,10 +123,15 @@ def serve(checkpoints: dict[str, Path], log: Path) -> Iterator[Serve]:
 
 @pytest.fixture
 def start_pair(start_cluster: StartCluster) -> StartPair:
-    """A function that starts a cluster with one node of each kind, ready: it, the prefill node, and the decode node."""
+    """A function that starts a cluster with one node of each kind, ready: it, the prefill node, and the decode node.
 
-    def start(prefill: dict[str, object] | None = None, **decode: object) -> tuple[Cluster, Node, Node]:
-        cluster = start_cluster()
+    It takes flags of the prefill node as one argument, and flags of the decode node as others.
+    """
+
+    def start(
+        prefill: dict[str, object] | None = None, family: str = "deepseek_v32", **decode: object
+    ) -> tuple[Cluster, Node, Node]:
+        cluster = start_cluster(family)
         nodes = cluster.prefill(**(prefill or {})), cluster.decode(**{"hisparse_config": HOT_BUFFER, **decode})
         cluster.wait_ready()
         return cluster, *nodes
@@ -168,7 +147,7 @@ def start_cluster(checkpoints: dict[str, Path], tmp_path: Path, device: str) -> 
     def start(family: str = "deepseek_v32", **gateway_flags: object) -> Cluster:
         directory = tmp_path / f"cluster-{len(clusters)}"
         directory.mkdir()
-        cluster = Cluster(checkpoints[family], directory, spawn=fork if device == "cpu" else execute)
+        cluster = Cluster(checkpoints[family], directory, spawn=fork if device == "cpu" else execute, device=device)
         clusters.append(cluster)
         cluster.gateway(served_model_name="tiny", **gateway_flags)
         return cluster

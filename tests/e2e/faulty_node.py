@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import zmq
@@ -27,7 +28,6 @@ from control.messages import Destination
 from control.plane import ControlPlane
 from prefill_node import lanes
 from tests.e2e import chaos_audit
-from transfer.choices import Transport
 from transfer.planner import Descriptors
 from transfer.transports import Transports
 from transfer.writer import BATCHES_IN_FLIGHT, Channel, Outcome, Pending
@@ -137,12 +137,6 @@ class FaultyChannel:
 
     def __init__(self, channel: Channel, destination: Destination, faults: Faults, rng: random.Random) -> None:
         switches = Switches(faults.directory)
-        self.transport: Transport = channel.transport
-        self.max_batch = channel.max_batch
-        self.max_bytes = channel.max_bytes
-        self.attempts = channel.attempts
-        self.check = channel.check
-        self.close = channel.close
         self._channel = channel
         self._destination = destination
         self._faults = faults
@@ -150,6 +144,9 @@ class FaultyChannel:
         self._chaos, self._spoil = switches.chaos, switches.spoil(faults.name)
         self._under_way = ThreadPoolExecutor(BATCHES_IN_FLIGHT)
         self._journal = chaos_audit.Journal(journal_path(faults.directory)) if faults.journal else None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
 
     def submit(self, batch: Descriptors) -> Pending:
         slow = self._chaos.exists() and self._rng.random() < self._faults.slow

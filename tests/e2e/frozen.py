@@ -1,7 +1,4 @@
-"""The last that the fork server imports: what it holds is not looked through again by the collectors of its forks.
-
-They would write to each object, and so copy all memory that the fork shares: a third of a second each.
-"""
+"""Imported last by the fork server: collectors of its forks do not look through, and so copy, what it holds."""
 
 import gc
 

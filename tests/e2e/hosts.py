@@ -29,12 +29,12 @@ _NOBODY = "02:00:00:00:00:00"
 """A hardware address that no host has: what is sent there is lost, in silence."""
 
 
-def why_not(*tools: str) -> str | None:
+def why_not() -> str | None:
     """What keeps this machine from having such hosts, for tests to skip with; None if nothing does."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    if missing := [tool for tool in ("ip", "tc", *tools) if shutil.which(tool) is None]:
-        return f"not installed: {', '.join(missing)}"
+    if shutil.which("ip") is None:
+        return "not installed: ip"
     try:
         with Network("probe") as network:
             network.host("probe")
@@ -177,24 +177,14 @@ class Network:
             here.run("ip", "neigh", "del", address, "dev", network)
 
     @contextmanager
-    def impaired(self, delay_ms: float, loss: float) -> Iterator[str]:
-        """Meanwhile, what any host sends is delayed and some of it lost. What does it: netem, or tests/e2e/wire.py."""
+    def impaired(self, delay_ms: float, loss: float) -> Iterator[None]:
+        """Meanwhile, what any host sends is delayed and some of it lost, by tests/e2e/wire.py."""
         ends = [(host, network) for host in self.hosts.values() for network in host.addresses]
-        if self._has_netem():
-            for host, network in ends:
-                how = ("netem", "delay", f"{delay_ms}ms", "loss", f"{100 * loss}%")
-                host.run("tc", "qdisc", "add", "dev", network, "root", *how)
-            try:
-                yield "netem"
-            finally:
-                for host, network in ends:
-                    host.run("tc", "qdisc", "del", "dev", network, "root")
-        else:
-            self._insert_wire(ends, delay_ms, loss)
-            try:
-                yield "wire"
-            finally:
-                self._remove_wire(ends)
+        self._insert_wire(ends, delay_ms, loss)
+        try:
+            yield
+        finally:
+            self._remove_wire(ends)
 
     def _insert_wire(self, ends: Sequence[tuple[Host, str]], delay_ms: float, loss: float) -> None:
         """Between each port and its bridge, there is now a process that carries the frames."""
@@ -226,18 +216,6 @@ class Network:
             self._wire.kill()
             self._wire.wait()
             self._wire = None
-
-    def _has_netem(self) -> bool:
-        try:
-            self._in_switch("link", "add", "probe", "type", "veth", "peer", "name", "eborp")
-            _run(
-                "ip", "netns", "exec", self._switch, "tc", "qdisc", "add", "dev", "probe", "root", "netem", "loss", "1%"
-            )
-        except subprocess.CalledProcessError:
-            return False
-        finally:
-            self._in_switch("link", "del", "probe")
-        return True
 
     def _in_switch(self, *words: str) -> None:
         _run("ip", "-n", self._switch, *words)

@@ -1,7 +1,6 @@
 """How a process of the service comes about: executed, as users do it, or forked from one that has imported everything.
 
-Imports take four seconds of a processor, and a run of all tests starts some hundreds of processes; a fork has them
-behind it. Either runs the same command in a session of its own, with the same environment and output.
+Imports take four seconds of a processor. Either runs the same command in a session of its own.
 """
 
 import importlib
@@ -14,26 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Union
 
 from cli.serve import die_with_parent
-
-
-class Process(Protocol):
-    """What is used of a subprocess.Popen."""
-
-    pid: int
-
-    @property
-    def returncode(self) -> int | None: ...
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def send_signal(self, number: int) -> None: ...
-
-    def kill(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -54,6 +36,7 @@ class Command:
         return {**os.environ, "OMP_NUM_THREADS": "1", **self.environment}
 
 
+Process = Union["subprocess.Popen[Any]", "_Forked"]
 Spawn = Callable[[Command], Process]
 
 

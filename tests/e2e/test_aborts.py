@@ -5,7 +5,7 @@ import random
 
 from tests.e2e.asking import Job, complete
 from tests.e2e.cluster import Node, wait_until
-from tests.e2e.conftest import References, StartCluster
+from tests.e2e.conftest import References, StartPair
 
 REQUESTS = 200
 CONCURRENCY = 32
@@ -20,22 +20,17 @@ def pools(node: Node) -> dict[str, float]:
     }
 
 
-def test_two_hundred_requests_a_third_of_them_aborted(
-    start_cluster: StartCluster, references: References, device: str, disable_cuda_graph: bool
-) -> None:
+def test_aborts_among_exact_answers(start_pair: StartPair, references: References, disable_cuda_graph: bool) -> None:
     """Corruption under concurrent transfers (vllm 44238, sglang 23020) and late writes (sglang PRs 24580, 31357)."""
-    cluster = start_cluster()
-    prefill = cluster.prefill(device=device, chunked_prefill_size=128, context_length=4096, max_total_tokens=4096)
     config = json.dumps({"device_buffer_size": 128, "host_pool_gib": 0.015})
-    decode = cluster.decode(
-        device=device,
+    cluster, prefill, decode = start_pair(
+        {"chunked_prefill_size": 128, "context_length": 4096, "max_total_tokens": 4096},
         hisparse_config=config,
         max_running_requests=16,
         max_device_slots=10 * 129,
         debug_verify_swap_in=True,
         disable_cuda_graph=disable_cuda_graph,
     )
-    cluster.wait_ready()
     before = pools(decode)
 
     rng = random.Random(11)

@@ -145,9 +145,7 @@ def cluster(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[Cluster]:
 
 
 @pytest.mark.timeout(SECONDS + 400)
-def test_no_byte_is_wrong_no_slot_is_lost_and_no_request_hangs(
-    cluster: Cluster, prompts: list[Prompt], tmp_path: Path
-) -> None:
+def test_no_byte_wrong_no_slot_lost_no_request_hangs(cluster: Cluster, prompts: list[Prompt], tmp_path: Path) -> None:
     """Corruption under concurrent transfers (vllm 44238, sglang 23020), late writes (sglang PRs 24580, 31357)."""
     cluster.wait_ready()
     switches = Switches(tmp_path / "faults")

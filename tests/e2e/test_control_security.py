@@ -7,13 +7,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import pytest
-import zmq
 
 from control import access
 from control.keys import generate, generate_node, load_keys, load_token
@@ -142,51 +139,6 @@ def test_revoked_nodes_are_dropped_and_the_others_serve_on(
     wait_until(lambda: members(cluster) == (1, 1), what="them to be forgotten")
     wait_until(lambda: refused(cluster.nodes["gateway"], "revoked") > 0, what="their messages to be refused")
     assert_serves(cluster, references["deepseek_v32"])
-
-
-@pytest.mark.slow
-def test_a_storm_on_the_control_ports_costs_no_request(cluster: Cluster, keys: Path, references: References) -> None:
-    """4,000 garbage frames under an allowed key, as many without one, raw noise and half-open connections."""
-    loaded = load_keys(keys, "prefill")
-    context = zmq.Context()
-    raws: list[socket.socket] = []
-    before = {node.name: refused(node, "handshake") for node in cluster.nodes.values()}
-
-    def storm(node: Node) -> None:
-        trusted, stranger = context.socket(zmq.PUSH), context.socket(zmq.PUSH)
-        trusted.curve_publickey, trusted.curve_secretkey = loaded.own.public.encode(), loaded.own.secret.encode()
-        trusted.curve_serverkey = loaded.cluster.public.encode()
-        stranger.setsockopt(zmq.SNDHWM, 0)
-        stranger.setsockopt(zmq.LINGER, 0)  # what it has queued is never taken
-        for each in (trusted, stranger):
-            each.connect(f"tcp://127.0.0.1:{node.control_port}")
-        for number in range(4_000):
-            trusted.send(bytes([number % 256]) * (number % 100 + 1))
-            with suppress(zmq.Again):
-                # ZeroMQ may have given it up.
-                stranger.send(bytes([number % 256]) * (number % 100 + 1), zmq.NOBLOCK)
-            if number % 20 == 0:
-                raw = socket.create_connection(("127.0.0.1", node.control_port))
-                with suppress(OSError):
-                    raw.sendall(bytes(range(256)) if number % 100 else b"\xff" + bytes(8))
-                raws.append(raw)
-
-    jobs = [Job([seed, *PROMPT], 32) for seed in range(8)]
-    expected = [references["deepseek_v32"].generate(job.prompt_ids, 32) for job in jobs]
-    with ThreadPoolExecutor(len(cluster.nodes)) as pool:
-        storms = [pool.submit(storm, node) for node in cluster.nodes.values()]
-        assert complete(cluster.url, jobs, concurrency=4) == expected
-        for each in storms:
-            each.result()
-    for node in cluster.nodes.values():
-        wait_until(lambda node=node: node.metric("control_malformed") == 4_000, what=f"{node.name} to count garbage")
-        wait_until(lambda node=node: refused(node, "handshake") >= before[node.name] + 200, what="strangers")
-    assert complete(cluster.url, jobs, concurrency=4) == expected
-    for raw in raws:
-        raw.close()
-    context.destroy(linger=0)
-    for node in cluster.nodes.values():
-        assert node.log.count("refused on the control port") < 20
 
 
 def test_the_quarantine_takes_the_operators_token(cluster: Cluster, keys: Path) -> None:

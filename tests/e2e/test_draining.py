@@ -1,14 +1,12 @@
 """Processes that are told to stop while clients are served: nobody notices, and nothing is left behind."""
 
-import json
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
-from tests.e2e.asking import Job, Load, complete, random_prompts, streamed
+from tests.e2e.asking import Job, Load, complete, ids_in, random_prompts, streamed
 from tests.e2e.cluster import HOT_BUFFER, Node, wait_until
 from tests.e2e.conftest import References, StartCluster, StartPair
 
@@ -24,9 +22,7 @@ def holds_nothing(node: Node) -> bool:
 
 
 @pytest.mark.slow
-def test_nodes_that_are_replaced_under_load_cost_no_client_anything(
-    start_cluster: StartCluster, references: References
-) -> None:
+def test_nodes_replaced_under_load_cost_no_client_anything(start_cluster: StartCluster, references: References) -> None:
     cluster = start_cluster()
     prefills = [
         cluster.prefill(f"prefill-{i}", chunked_prefill_size=64, context_length=4096, max_total_tokens=4096)
@@ -51,13 +47,6 @@ def test_nodes_that_are_replaced_under_load_cost_no_client_anything(
         assert node.metric("transfer_failures_total", reason="write") == 0
 
 
-def streamed_ids(lines: Iterator[str]) -> list[int]:
-    """The token ids of the events that are left. AssertionError if one of them is an error."""
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-    assert not any("error" in event for event in events), events[-1]
-    return [token_id for event in events for choice in event["choices"] for token_id in choice["token_ids"]]
-
-
 def test_a_process_that_drains_says_so_and_a_second_signal_ends_it(start_pair: StartPair) -> None:
     cluster, _, decode = start_pair()
     with streamed(cluster.url, [1] * 50, 8000) as lines:
@@ -79,11 +68,11 @@ def test_what_streams_is_finished(start_pair: StartPair, references: References,
     cluster, _, _ = start_pair()
     prompt = [5, 6, 7] * 40
     with streamed(cluster.url, prompt, 300) as lines:
-        first = streamed_ids(iter([next(lines)]))
+        ids = ids_in(next(lines))
         cluster.nodes[role].signal(signal.SIGTERM)
-        rest = streamed_ids(lines)
-    assert len(first + rest) == 300
-    assert first + rest == references["deepseek_v32"].likeliest(prompt, first + rest)
+        ids += [token_id for line in lines for token_id in ids_in(line)]
+    assert len(ids) == 300
+    assert ids == references["deepseek_v32"].likeliest(prompt, ids)
     assert cluster.nodes[role].process.wait(timeout=30) == 0
 
 
@@ -111,9 +100,7 @@ def test_a_prefill_node_finishes_the_prompt_that_it_computes(start_pair: StartPa
     assert decode.metric("host_slots", state="quarantined") == 0
 
 
-def test_a_request_waits_for_the_successor_of_a_prefill_node_that_left(
-    start_pair: StartPair, references: References
-) -> None:
+def test_a_request_waits_for_the_successor_of_a_prefill_node(start_pair: StartPair, references: References) -> None:
     """A rolling update of a single prefill node: what it had not begun is computed by the process that replaces it."""
     cluster, prefill, decode = start_pair(
         {"chunked_prefill_size": 16, "context_length": 1216, "max_total_tokens": 1216}, prefill_retries=0

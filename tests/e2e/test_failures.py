@@ -7,16 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.e2e.asking import Job, assert_exact, complete, leave_when, streamed
+from tests.e2e.asking import Job, assert_exact, complete, streamed
 from tests.e2e.cluster import HOT_BUFFER, wait_until
 from tests.e2e.conftest import TOKEN_BYTES, References, StartCluster, StartPair
 
 PROMPT = [7, 3, 9, 200, 41] * 60
 
 
-def test_a_killed_prefill_node_costs_its_requests_a_retry_and_nothing_else(
-    start_pair: StartPair, references: References
-) -> None:
+def test_a_killed_prefill_node_costs_its_requests_only_a_retry(start_pair: StartPair, references: References) -> None:
     """sglang 12779, 16903: a dead prefill node failed the decode node's health check, which had to be restarted."""
     cluster, prefill, decode = start_pair()
     expected = references["deepseek_v32"].generate(PROMPT, 16)
@@ -37,9 +35,7 @@ def test_a_killed_prefill_node_costs_its_requests_a_retry_and_nothing_else(
     assert complete(cluster.url, [Job(PROMPT, 16)]) == [expected]
 
 
-def test_a_prefill_node_that_stops_at_once_hands_its_requests_back(
-    start_cluster: StartCluster, references: References
-) -> None:
+def test_a_prefill_node_that_stops_hands_requests_back(start_cluster: StartCluster, references: References) -> None:
     cluster = start_cluster()
     first = cluster.prefill("prefill-0", chunked_prefill_size=16)
     second = cluster.prefill("prefill-1", chunked_prefill_size=16)
@@ -59,24 +55,7 @@ def test_a_prefill_node_that_stops_at_once_hands_its_requests_back(
     assert decode.metric("host_slots", state="quarantined") == 0
 
 
-def test_slots_of_a_silent_prefill_node_are_quarantined_until_it_answers(
-    start_pair: StartPair, references: References
-) -> None:
-    """Silence is no proof of death: the node may wake up and write."""
-    cluster, prefill, decode = start_pair()
-    prefill.signal(signal.SIGSTOP)
-
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 16}
-    leave_when(lambda: decode.metric("requests", state="prefilling") == 1, cluster.url, body)
-    wait_until(lambda: decode.metric("host_slots", state="quarantined") == len(PROMPT) - 1, what="quarantine")
-    prefill.signal(signal.SIGCONT)
-    wait_until(lambda: decode.metric("host_slots", state="quarantined") == 0, what="Quiesced")
-    assert_exact(cluster.url, references["deepseek_v32"], [Job(PROMPT, 16)])
-
-
-def test_a_restarted_gateway_finds_its_nodes_and_old_requests_end(
-    start_pair: StartPair, references: References
-) -> None:
+def test_a_restarted_gateway_finds_its_nodes_and_requests_end(start_pair: StartPair, references: References) -> None:
     cluster, _, decode = start_pair()
     gateway = cluster.nodes["gateway"]
     with streamed(cluster.url, PROMPT, 7000) as lines:
@@ -91,9 +70,7 @@ def test_a_restarted_gateway_finds_its_nodes_and_old_requests_end(
     assert_exact(cluster.url, references["deepseek_v32"], [Job(PROMPT, 8)])
 
 
-def test_a_killed_decode_node_costs_its_streams_and_another_takes_over(
-    start_cluster: StartCluster, references: References
-) -> None:
+def test_a_killed_decode_node_costs_its_streams_alone(start_cluster: StartCluster, references: References) -> None:
     cluster = start_cluster()
     prefill = cluster.prefill()
     first = cluster.decode("decode-0", hisparse_config=HOT_BUFFER)
@@ -112,12 +89,10 @@ def test_a_killed_decode_node_costs_its_streams_and_another_takes_over(
     assert_exact(cluster.url, references["deepseek_v32"], [Job(PROMPT, 8)])
 
 
-def test_a_full_queue_is_429_with_retry_after_and_reopens(start_cluster: StartCluster) -> None:
-    cluster = start_cluster()
-    cluster.prefill()
+def test_a_full_queue_is_429_with_retry_after_and_reopens(start_pair: StartPair) -> None:
     config = json.dumps({"device_buffer_size": 128, "host_pool_gib": 1100 * TOKEN_BYTES / 2**30})
-    cluster.decode(hisparse_config=config, max_running_requests=1, max_queued_requests=1, context_length=1024)
-    cluster.wait_ready()
+    flags = {"max_running_requests": 1, "max_queued_requests": 1, "context_length": 1024}
+    cluster, _, _ = start_pair(hisparse_config=config, **flags)
     body = {"model": "tiny", "prompt": [1] * 800, "max_tokens": 100, "ignore_eos": True, "temperature": 0}
 
     def post(_: int) -> httpx.Response:
@@ -132,22 +107,3 @@ def test_a_full_queue_is_429_with_retry_after_and_reopens(start_cluster: StartCl
     assert int(refused.headers["retry-after"]) >= 1
     assert refused.json()["error"]["type"]
     assert post(0).status_code == 200
-
-
-def test_a_decode_node_killed_while_it_is_written_to_costs_only_itself(
-    start_cluster: StartCluster, references: References
-) -> None:
-    cluster = start_cluster()
-    prefill = cluster.prefill(chunked_prefill_size=50)
-    first = cluster.decode("decode-0", hisparse_config=HOT_BUFFER)
-    cluster.wait_ready()
-    body = {"model": "tiny", "prompt": PROMPT * 4, "max_tokens": 16}
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(httpx.post, f"{cluster.url}/v1/completions", json=body, timeout=60)
-        wait_until(lambda: prefill.metric("transfer_bytes_total") > 0, what="the first chunk to arrive")
-        first.kill()
-        assert answer.result().status_code in (500, 503)
-    prefill.wait_unused("prefill_pages")
-    cluster.restart(first)
-    cluster.wait_ready()
-    assert_exact(cluster.url, references["deepseek_v32"], [Job(PROMPT, 8)])

@@ -37,13 +37,11 @@ class Rises:
 
 
 @pytest.mark.parametrize("transport", ["tcp", pytest.param("shm", marks=pytest.mark.slow)])
-def test_a_conversation_computes_and_sends_only_what_no_node_has(
-    start_cluster: StartCluster, references: References, device: str, transport: str
-) -> None:
+def test_turns_send_only_what_no_node_has(start_cluster: StartCluster, references: References, transport: str) -> None:
     """On two nodes of each kind, of which a prefill node ends half way: turn by turn, and to the token."""
     family = FAMILIES[0]
     cluster = start_cluster(family, routing="least-loaded")
-    common = {"device": device, "context_length": 1024, "transfer_protocol": transport}
+    common = {"context_length": 1024, "transfer_protocol": transport}
     flags = {**common, "transfer_checksum": "full", "chunked_prefill_size": 100, "fetch_prefixes": "always"}
     prefills = [Rises(cluster.prefill(name, **flags), "prefill") for name in ("prefill-1", "prefill-2")]
     decodes = [Rises(cluster.decode(name, **common), "decode") for name in ("decode-1", "decode-2")]
@@ -78,9 +76,7 @@ def test_a_conversation_computes_and_sends_only_what_no_node_has(
         decode.node.wait_unused("host_slots")
 
 
-def test_a_prefix_that_comes_back_with_another_byte_is_computed(
-    checkpoints: dict[str, Path], references: References, tmp_path: Path
-) -> None:
+def test_a_spoilt_prefix_is_computed(checkpoints: dict[str, Path], references: References, tmp_path: Path) -> None:
     """The answer's blocks are at the decode node only."""
     surroundings = Surroundings(checkpoints[FAMILIES[0]], tmp_path, references[FAMILIES[0]])
     cluster = surroundings.cluster

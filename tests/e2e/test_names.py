@@ -56,9 +56,7 @@ def cluster(checkpoints: dict[str, Path], tmp_path: Path, hosts: Hosts) -> Itera
         yield cluster
 
 
-def test_nodes_serve_every_gateway_behind_a_name_also_one_that_comes_later(
-    cluster: Cluster, hosts: Hosts, references: References
-) -> None:
+def test_nodes_serve_gateways_of_a_name_also_later_ones(cluster: Cluster, hosts: Hosts, references: References) -> None:
     port = free_port()
     expected = references["deepseek_v32"].generate(PROMPT, 8)
     hosts.at = {"first": "127.0.0.2", "second": "127.0.0.3", "third": "127.0.0.4"}
@@ -79,9 +77,7 @@ def test_nodes_serve_every_gateway_behind_a_name_also_one_that_comes_later(
     assert complete(second.base_url, [Job(PROMPT, 8)]) == [expected]
 
 
-def test_a_prefill_node_that_comes_back_under_its_name_ends_quarantine(
-    cluster: Cluster, hosts: Hosts, references: References
-) -> None:
+def test_a_node_that_comes_back_by_name_ends_quarantine(cluster: Cluster, hosts: Hosts, references: References) -> None:
     """A pod of a StatefulSet that was rescheduled. Its name proves that the process before it has ended."""
     expected = references["deepseek_v32"].generate(PROMPT, 8)
     hosts.at = {"prefill": "127.0.0.2", "decode": "127.0.0.3"}

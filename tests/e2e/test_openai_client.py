@@ -7,7 +7,6 @@ import openai
 import pytest
 
 from tests.e2e.cluster import Cluster, wait_until
-from tests.e2e.conftest import References
 from tests.e2e.spawn import fork
 
 
@@ -28,35 +27,6 @@ def client(cluster: Cluster) -> openai.OpenAI:
 GREEDY = {"ignore_eos": True, "return_token_ids": True}
 
 
-def test_completion_of_text(client: openai.OpenAI, references: References) -> None:
-    completion = client.completions.create(
-        model="tiny", prompt="Once upon a time", max_tokens=20, temperature=0, extra_body=GREEDY
-    )
-    expected = references["glm_moe_dsa"].generate(list(b"Once upon a time"), 20)
-    assert completion.choices[0].model_extra is not None
-    assert completion.choices[0].model_extra["token_ids"] == expected
-    assert completion.choices[0].finish_reason == "length"
-    assert completion.usage is not None
-    assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (16, 20)
-
-
-def test_streaming_says_the_same_as_waiting(client: openai.OpenAI) -> None:
-    arguments = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 30, "temperature": 0, "extra_body": GREEDY}
-    whole = client.completions.create(**arguments).choices[0].text
-    pieces = [chunk.choices[0].text for chunk in client.completions.create(**arguments, stream=True)]
-    assert len(pieces) > 10
-    assert "".join(pieces) == whole
-
-
-def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, cluster: Cluster) -> None:
-    arguments = {"model": "tiny", "prompt": "abc", "max_tokens": 60, "temperature": 0, "extra_body": GREEDY}
-    text = client.completions.create(**arguments).choices[0].text
-    stop = next(character for character in text[10:] if character.isascii() and character.isprintable())
-    stopped = client.completions.create(**arguments, stop=[stop])
-    assert stopped.choices[0].text == text[: text.index(stop)]
-    assert stopped.choices[0].finish_reason == "stop"
-
-
 def test_a_client_that_leaves_gives_its_slots_back(client: openai.OpenAI, cluster: Cluster) -> None:
     decode = cluster.nodes["decode"]
     stream = client.completions.create(
@@ -69,13 +39,6 @@ def test_a_client_that_leaves_gives_its_slots_back(client: openai.OpenAI, cluste
     assert decode.metric("device_slots", state="used") == 0
     assert decode.metric("requests_finished_total", reason="abort") >= 1
     cluster.nodes["prefill"].wait_unused("prefill_pages")
-
-
-def test_every_process_answers_for_itself(cluster: Cluster) -> None:
-    for node in cluster.nodes.values():
-        assert node.get("/health").json() == {"status": "ok"}
-        assert node.get("/ready").status_code == 200
-        assert "hisparse_pd_" in node.get("/metrics").text
 
 
 def test_every_log_line_of_a_request_names_it(client: openai.OpenAI, cluster: Cluster) -> None:

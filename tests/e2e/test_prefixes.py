@@ -26,12 +26,10 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", [FAMILIES[1], pytest.param(FAMILIES[0], marks=pytest.mark.slow)])
-def test_tokens_are_the_same_and_only_what_lacked_was_sent(
-    start_cluster: StartCluster, references: References, device: str, family: str
-) -> None:
+def test_cached_prefixes_give_the_same_tokens(start_cluster: StartCluster, references: References, family: str) -> None:
     """A node with room for everything, cold and warm, and one that gives up what it has for each request."""
     cluster = start_cluster(family)
-    common = {"device": device, "context_length": 512}
+    common = {"context_length": 512}
     prefill = cluster.prefill(**common, transfer_checksum="full", chunked_prefill_size=100)
     verified = {**common, "debug_verify_swap_in": True}
     roomy = cluster.decode("roomy", **verified, hisparse_config=json.dumps({**HOT_BUFFER, "host_pool_gib": 0.02}))

@@ -1,7 +1,6 @@
 """A decode node of several ranks says what transformers says, and ends whole when one of its ranks ends."""
 
 import ctypes
-import json
 import os
 import re
 import signal
@@ -10,19 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from base.memory import available_host_bytes
-from cli import rank_group
-from cli.rank_group import plan_ranks
-from cli.serve import RANK_PORTS, free_port
-from decode_node.config import DecodeConfig
-from ranks.place import create_places
-from ranks.status import SharedStatus
 from tests.e2e.asking import Job, ask, assert_exact, complete, ids_of, random_prompts
 from tests.e2e.cluster import HOT_BUFFER, Cluster, Node, all_gone, wait_until
 from tests.e2e.conftest import FAMILIES, Reference, References, StartCluster
@@ -38,6 +29,7 @@ at different steps, and clients leave."""
 NOTICED_S = 3.0
 """How long a group may take to end once a rank's end was noticed."""
 PROMPT = [7, 3, 9, 200, 41] * 60
+Disturb = Callable[[Sequence[psutil.Process]], None]
 _PIDFD_GETFD = 438
 """The number of the system call, for which Python has no function."""
 
@@ -76,18 +68,14 @@ def assert_ranks_exact(
 
 
 @pytest.mark.parametrize(("ranks", "family"), configurations())
-def test_the_tokens_of_every_rank_equal_transformers(
-    start_cluster: StartCluster, references: References, ranks: int, family: str
-) -> None:
+def test_every_rank_is_exact(start_cluster: StartCluster, references: References, ranks: int, family: str) -> None:
     cluster = start_cluster(family)
     cluster.prefill(chunked_prefill_size=333, transfer_checksum="full")
     decode = cluster.decode(ranks=ranks, hisparse_config=HOT_BUFFER, debug_verify_swap_in=True)
     assert_ranks_exact(cluster, decode, references[family], ranks, ROUNDS)
 
 
-def test_ranks_sleep_when_nobody_has_work_and_all_drain_if_one_is_told_to(
-    start_cluster: StartCluster, references: References
-) -> None:
+def test_ranks_sleep_without_work_and_drain_if_one_does(start_cluster: StartCluster, references: References) -> None:
     cluster = start_cluster()
     cluster.prefill()
     decode = cluster.decode(ranks=2, hisparse_config=HOT_BUFFER)
@@ -136,6 +124,20 @@ def break_collectives(ranks: Sequence[psutil.Process]) -> None:
     os.close(process)
 
 
+def assert_disturbed_ends(group: Node, disturb: Disturb, reason: str) -> None:
+    """Disturb the ranks of a node: it ends in time, whole, and says why."""
+    processes = ranks_of(group)
+    disturb(processes)
+    since = time.monotonic()
+    assert group.process.wait(timeout=30) == 1
+    limit = NOTICED_S + (2 if disturb in (stop, break_collectives) else 0)
+    assert time.monotonic() - since < limit + 1, "on a busy machine"
+    assert all_gone(processes)
+    last = group.log.splitlines()[-1]
+    assert re.match(f"error: {reason}", last)
+    assert last.endswith("; all ranks were stopped")
+
+
 @pytest.mark.parametrize(
     ("disturb", "reason"),
     [
@@ -146,71 +148,19 @@ def break_collectives(ranks: Sequence[psutil.Process]) -> None:
     ids=["killed", "stopped", "broken-collective"],
 )
 def test_a_group_that_loses_a_rank_ends_and_another_node_takes_over(
-    start_cluster: StartCluster,
-    references: References,
-    disturb: Callable[[Sequence[psutil.Process]], None],
-    reason: str,
+    start_cluster: StartCluster, references: References, disturb: Disturb, reason: str
 ) -> None:
     cluster = start_cluster()
     cluster.prefill()
     group = cluster.decode("group", ranks=2, hisparse_config=HOT_BUFFER, step_timeout=2)
     cluster.decode("other", hisparse_config=HOT_BUFFER)
     cluster.wait_ready(timeout=120, decode=3)
-    processes = ranks_of(group)
     expected = references["deepseek_v32"].generate(PROMPT, 200)
     with ThreadPoolExecutor(6) as pool:
         answers = [pool.submit(ask, cluster.url, PROMPT, 200) for _ in range(6)]
         wait_until(lambda: all(group.metric("requests", rank, state="running") >= 1 for rank in range(2)))
-        disturb(processes)
-        since = time.monotonic()
-        limit = NOTICED_S + (0 if disturb is kill else 2)
-        assert group.process.wait(timeout=30) == 1
-        assert time.monotonic() - since < limit + 1, "on a busy machine"
+        assert_disturbed_ends(group, disturb, reason)
         assert [ids_of(answer.result()) for answer in answers] == [expected] * 6
-    last = group.log.splitlines()[-1]
-    assert re.match(f"error: {reason}", last)
-    assert last.endswith("; all ranks were stopped")
-    assert all_gone(processes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("cause", "reason"),
-    [
-        ("checkpoint", r"rank \d: rank \d has \w+ \S+, rank \d has \S+: all ranks of a group need the same; .*"),
-        ("port", r"rank 1: cannot bind the HTTP port 127\.0\.0\.1:\d+.*"),
-        # Either would fit alone. It is refused before any is made.
-        ("pool", r"rank \d: the host pools of 2 ranks need .* together, available are .*: lower .*"),
-    ],
-)
-def test_a_rank_that_cannot_start_is_refused_by_name(
-    checkpoints: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    cause: str,
-    reason: str,
-) -> None:
-    port = free_port(ranks=2) if cause == "port" else 0
-    pool = 1.4 * available_host_bytes() / 2**30 if cause == "pool" else 0.01
-    config = DecodeConfig(
-        model_path=checkpoints["deepseek_v32"],
-        ranks=2,
-        port=port,
-        control_port=0,
-        transfer_protocol="tcp",
-        hisparse_config=json.dumps({"device_buffer_size": 128, "host_pool_gib": pool}),
-    )
-    places = create_places(2)
-    children = plan_ranks(config, places)
-    if cause == "checkpoint":
-        words = children[1].words
-        words[words.index("--model-path") + 1] = str(checkpoints["glm_moe_dsa"])
-    monkeypatch.setattr(rank_group.signal, "signal", lambda *_: None)
-    with socket.create_server(("127.0.0.1", port + RANK_PORTS if port else 0)):
-        table = SharedStatus(places[0].status, 2)
-        assert rank_group.supervise(children, table, drain_timeout=1, step_timeout=30) == 2
-    *_, last = capfd.readouterr().err.splitlines()
-    assert re.fullmatch(f"error: {reason}", last)
 
 
 @pytest.mark.slow

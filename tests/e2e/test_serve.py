@@ -19,14 +19,7 @@ from tests.e2e.cluster import all_gone, children_of, wait_until
 from tests.e2e.conftest import References, Serve
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGKILL,
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_however_serve_ends_its_processes_end_too(serve: Serve, references: References, number: int) -> None:
     process, url = serve()
     prompt = [1, 2, 3, 4] * 40

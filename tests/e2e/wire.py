@@ -1,8 +1,7 @@
-"""A worse cable, for kernels that are built without netem: delays and loses what hosts send.
+"""A worse cable: delays and loses what hosts send.
 
 `python -m tests.e2e.wire --delay-ms 10 --loss 0.01 HOST_SIDE:BRIDGE_SIDE ...` takes frames from each interface of a
-pair and puts them on the other one. What comes from the host's side is delayed and lost, as netem does it; the way back
-is not, since the sender's own cable has done it.
+pair and puts them on the other one. It delays and loses what comes from the host's side.
 """
 
 import argparse

@@ -8,28 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from control.messages import AttemptId, Destination
-from kvcache.layout import buffer_info
 from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.loader import load_model
 from model.passes import PrefillChunk
 from model.tiny import write_tiny_checkpoint
 from prefill_node.arrival import AwaitedPrefixes, PrefixArrival
-from prefill_node.fetch import Fetch, RunningFetch
-from prefill_node.orders import BlockToRead, TransferReport
+from prefill_node.fetch import RunningFetch
+from prefill_node.orders import TransferReport
 from prefill_node.pool_io import DeviceSink, KVSink, SendRings
-from tests.identity import IDENTITY
-from tests.prefill_node.fakes import ME
+from tests.gpu.test_fetch import CUDA, PAGE_SIZE, fetch_of
 from tests.prefill_node.sending import LateChannel, LateCopy
-from tests.prefill_node.world import TCP
-from transfer.checksum import digests
-from transfer.memory import Checksums
 from transfer.planner import Descriptors
 from transfer.reader import Reader
 from transfer.writer import Outcome
 
-CUDA = torch.device("cuda")
-PAGE_SIZE = 16
 PREFIX, TOKENS = 1024, 1280
 PROMPT = torch.randint(0, 256, (TOKENS + 1,), generator=torch.Generator().manual_seed(5))
 PAGES = np.random.default_rng(0).permutation(TOKENS // PAGE_SIZE)
@@ -64,22 +56,8 @@ def test_kv_is_what_it_is_behind_a_whole_prefix(tmp_path: Path, dtype: torch.dty
     model.prefill([behind])
     rows = PagedSequence(expected, PAGES).rows(0, PREFIX)
     there = [layer[rows].cpu() for layer in (*expected.kv, *expected.index_keys)]
-    buffers, slots = buffer_info(there), np.arange(PREFIX)
     arrival = PrefixArrival(layout.layer_of_buffer)
-    block = BlockToRead(
-        1,
-        AttemptId("decode", "r", 1),
-        ME,
-        Destination(identity=IDENTITY, buffers=buffers, sessions=TCP),
-        0,
-        PREFIX,
-        PAGES,
-        slots,
-        Checksums.of(list(digests(buffers, slots, 0))),
-        after=0,
-        reports_layers=False,
-    )
-    fetch = Fetch(block, lambda: True, lambda report: None, arrival)
+    fetch = fetch_of(there, np.arange(PREFIX), 0, PAGES, arrival)
     reports: list[TransferReport] = []
 
     def read() -> None:

@@ -139,9 +139,7 @@ def test_a_step_does_not_wait_for_the_device(checkpoint: Path, record: bool) -> 
 
 
 @either_way
-def test_a_step_that_is_launched_before_the_last_was_read_computes_what_follows_it(
-    checkpoint: Path, record: bool
-) -> None:
+def test_a_step_launched_before_the_last_was_read_follows_it(checkpoint: Path, record: bool) -> None:
     """Its input tokens are on the device and nowhere else."""
     model = load_model(checkpoint, torch.float32, CUDA)
     prompts = [random_tokens(seed, 100 + 30 * seed) for seed in range(4)]
@@ -169,7 +167,7 @@ def read(ours: TieredSession, step: LaunchedStep) -> list[int]:
     return [token.token_id for computed in ours.runner.collect(step) for token in computed.tokens]  # type: ignore[union-attr]
 
 
-def test_a_row_is_reused_behind_a_step_that_has_its_last_request_for_nothing(checkpoint: Path) -> None:
+def test_a_row_is_reused_behind_a_step_with_its_last_request(checkpoint: Path) -> None:
     model = load_model(checkpoint, torch.float32, CUDA)
     prompts = [random_tokens(seed, 100 + 30 * seed) for seed in range(2)]
     with session(model, prompts, 512, record=True) as ours:

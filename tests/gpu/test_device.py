@@ -25,7 +25,7 @@ except DeviceFailed as failure:
 """
 
 
-def test_a_context_that_met_an_illegal_access_is_told_from_one_that_ran_out_of_memory() -> None:
+def test_an_illegal_access_is_told_from_a_lack_of_memory() -> None:
     done = subprocess.run([sys.executable, "-c", FAIL], capture_output=True, text=True, timeout=120)
     assert "memory that is not there costs only what asked for it" in done.stdout, done.stderr
     assert "failed: cuda:0 cannot be used any more: " in done.stdout

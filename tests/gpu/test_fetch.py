@@ -1,5 +1,7 @@
 """Reading prefixes into device memory: through pinned buffers, and verified before they reach the pages."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -25,6 +27,17 @@ TOKENS = 5000
 PAGE_SIZE = 16
 
 
+def fetch_of(
+    there: Sequence[torch.Tensor], slots: np.ndarray, start: int, pages: np.ndarray, arrival: PrefixArrival
+) -> Fetch:
+    """A fetch of positions from `start` on, from these slots of a decode node's layers."""
+    buffers, attempt = buffer_info(there), AttemptId("decode", "r", 1)
+    found = Checksums.of(list(digests(buffers, slots, start)))
+    destination = Destination(identity=IDENTITY, buffers=buffers, sessions=TCP)
+    block = BlockToRead(1, attempt, ME, destination, start, start + len(slots), pages, slots, found, 0, False)
+    return Fetch(block, lambda: True, lambda report: None, arrival)
+
+
 class Fetching:
     """A pool on the device, of whose pages every other one is read into, and a decode node's pool."""
 
@@ -40,16 +53,10 @@ class Fetching:
         self.sink = DeviceSink(self.layers, rings)
 
     def run(self, start: int, spoilt: bool = False) -> TransferReport:
-        buffers = buffer_info(self.there)
-        found = Checksums.of(list(digests(buffers, self.slots[start:], start)))
+        arrival = PrefixArrival(LAYOUT.layer_of_buffer)
+        fetch = fetch_of(self.there, self.slots[start:], start, self.pages, arrival)
         if spoilt:
             self.there[2][self.slots[-1]] += 1
-        destination = Destination(identity=IDENTITY, buffers=buffers, sessions=TCP)
-        attempt = AttemptId("decode", "r", 1)
-        self.arrival = PrefixArrival(LAYOUT.layer_of_buffer)
-        slots = self.slots[start:]
-        read = BlockToRead(1, attempt, ME, destination, start, TOKENS, self.pages, slots, found, 0, False)
-        fetch = Fetch(read, lambda: True, lambda report: None, self.arrival)
         return RunningFetch(fetch, Reader(self.channel), self.sink, PAGE_SIZE).run(lambda: True)
 
     def rows(self) -> np.ndarray:

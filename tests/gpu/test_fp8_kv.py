@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.logits.forced import forced_logits
 from kernels import torch_ops
 from kernels.attention import AttentionBackend, triton_backend
-from kernels.operands import IndexQueries, LayerNorm, PagedKeys, PartialSums, RmsNorm, Rope
+from kernels.operands import IndexQueries, LayerNorm, PagedKeys, RmsNorm
 from kernels.score_keys import PagesToScore, score_pages
 from kvcache.format import Fp8Format, quantise, rotate
 from model.families import FamilyName
@@ -25,28 +26,18 @@ from tests.gpu.test_attention_backends import (
     CUDA,
     NUM_ROWS,
     SCALING,
-    assert_as_exact,
     captured,
+    exactly,
     generator,
     index_queries,
     randn,
+    rope_of,
     some_rows,
 )
 
 PUBLISHED = Fp8Format(latent_dim=512, rope_dim=64, index_dim=128)
 TINY = Fp8Format(latent_dim=48, rope_dim=16, index_dim=32)
 ODD = Fp8Format(latent_dim=260, rope_dim=10, index_dim=16)
-
-# What writes
-
-
-def rope_of(tokens: int, rope_dim: int, dtype: torch.dtype) -> Rope:
-    angles = 6 * torch.rand(tokens, rope_dim // 2, device=CUDA, generator=generator(11))
-    return Rope(angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1))
-
-
-def exactly(rope: Rope) -> Rope:
-    return Rope(rope.cos.double(), rope.sin.double())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -104,17 +95,6 @@ def test_index_queries_are_rotated_and_their_scales_are_in_the_weights(tokens: i
     assert difference.norm() <= 0.01 * expected.float().norm()
 
 
-def test_parts_of_head_weights_are_added_up() -> None:
-    whole = index_queries(6, 64, 128, torch.bfloat16)
-    parts = PartialSums(randn(28, 6, 64, seed=6), 64**-0.5)
-    encoded = encode_index_queries(IndexQueries(whole.queries, parts))
-    expected = encode_index_queries(IndexQueries.of(whole.queries, parts.reduce()))
-    assert torch.equal(encoded.queries.view(torch.uint8), expected.queries.view(torch.uint8))
-    torch.testing.assert_close(encoded.head_weights, expected.head_weights, rtol=1e-4, atol=1e-6)
-    later = encode_index_queries(IndexQueries(whole.queries, parts)[4:])
-    assert torch.equal(later.head_weights, encoded.head_weights[4:]), "whoever else is there"
-
-
 def test_nan_stays_nan() -> None:
     compressed = randn(2, 576, dtype=torch.bfloat16)
     compressed[1, 7] = float("nan")
@@ -134,10 +114,9 @@ def test_nan_stays_nan() -> None:
 def test_tensors_that_do_not_fit_together_are_refused() -> None:
     rope = rope_of(2, 64, torch.bfloat16)
     norm = RmsNorm(torch.ones(512, device=CUDA), 1e-6)
-    with pytest.raises(ValueError, match="expected"):
-        encode_items(randn(2, 575), norm, rope, PUBLISHED)
-    with pytest.raises(ValueError, match="expected"):
-        encode_items(randn(3, 576), norm, rope, PUBLISHED)
+    for wrong in (randn(2, 575), randn(3, 576)):
+        with pytest.raises(ValueError, match="expected"):
+            encode_items(wrong, norm, rope, PUBLISHED)
     key_norm = LayerNorm(torch.ones(128, device=CUDA), torch.zeros(128, device=CUDA), 1e-6)
     with pytest.raises(ValueError, match="expected"):
         encode_index_keys(randn(2, 127), key_norm, rope, False, PUBLISHED)
@@ -146,9 +125,6 @@ def test_tensors_that_do_not_fit_together_are_refused() -> None:
         attend_fp8_rows(queries, torch.zeros((9, 652), dtype=torch.uint8, device=CUDA), rows, SCALING, PUBLISHED)
     with pytest.raises(ValueError, match="of bfloat16"):
         attend_fp8_rows(queries.float(), torch.zeros((9, 656), dtype=torch.uint8, device=CUDA), rows, 1.0, PUBLISHED)
-
-
-# Attention
 
 
 def random_rows(num_queries: int, heads: int, kv_format: Fp8Format, k: int) -> tuple[torch.Tensor, ...]:
@@ -229,9 +205,6 @@ def test_a_replay_attends_as_an_eager_call_does(num_queries: int) -> None:
     queries.copy_(queries.flip(0))
     graph.replay()
     assert torch.equal(result, attend_fp8_rows(queries, kv, rows, SCALING, PUBLISHED))
-
-
-# Scores
 
 
 def exact_scores(encoded: IndexQueries, keys: torch.Tensor, dim: int) -> torch.Tensor:
@@ -350,27 +323,6 @@ def test_prompt_scores(start: int, tokens: int, heads: int, kv_format: Fp8Format
     assert_scores(scores.masked_fill(behind, 0), exact.masked_fill(behind, 0))
 
 
-@pytest.mark.parametrize("host_knows", [False, True])
-def test_selections_agree_with_torch_on_most_positions(host_knows: bool) -> None:
-    """Torch does not round queries to fp8."""
-    lengths, topk = [3000, 700], 256
-    index = index_queries(2, 64, 128, torch.bfloat16)
-    pages, _ = fp8_pages(lengths, 3072, 64, PUBLISHED)
-    by_triton = triton_backend(PUBLISHED).select_for_decode(index, pages, topk)
-    known = PagedKeys(pages.keys, pages.page_table, pages.seq_lens, lengths) if host_knows else pages
-    by_torch = AttentionBackend(PUBLISHED).select_for_decode(index, known, topk)
-    for ours, theirs in zip(by_triton.tolist(), by_torch.tolist(), strict=True):
-        assert len(set(ours) & set(theirs)) >= 0.9 * topk
-    stored = PUBLISHED.encode_index_keys(randn(900, 128, seed=9))
-    ours = triton_backend(PUBLISHED).select_for_prompt(index, stored, 898, 900, topk)
-    theirs = AttentionBackend(PUBLISHED).select_for_prompt(index, stored, 898, 900, topk)
-    for row in range(2):
-        assert len(set(ours[row].tolist()) & set(theirs[row].tolist())) >= 0.9 * topk
-
-
-# The model
-
-
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
 def test_a_bfloat16_model_with_fp8_kv_is_as_exact_by_either_backend(family: FamilyName, tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path / "tiny", family, seed=1, layers=5)
@@ -380,4 +332,10 @@ def test_a_bfloat16_model_with_fp8_kv_is_as_exact_by_either_backend(family: Fami
         load_model(tmp_path / "tiny", torch.bfloat16, CUDA, backend=backend(kv_format), kv_cache_dtype="fp8_e4m3")
         for backend in (AttentionBackend, triton_backend)
     )
-    assert_as_exact(by_triton, by_torch, exact, 1.3)
+    errors: list[list[torch.Tensor]] = [[], []]
+    for seed in range(8):
+        tokens = torch.randint(0, 256, (50 + 60 * seed,), device=CUDA, generator=generator(seed))
+        truth, *found = (forced_logits(each, tokens, (1,) * 16, chunk=100) for each in (exact, by_triton, by_torch))
+        for own, logits in zip(errors, found, strict=True):
+            own.append((logits - truth).abs())
+    assert torch.cat(errors[0]).mean() <= 1.3 * torch.cat(errors[1]).mean()

@@ -18,7 +18,7 @@ CHUNK = 2048
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
-def test_a_long_prompt_needs_memory_that_grows_with_its_length_and_not_its_square(tmp_path: Path, backend: str) -> None:
+def test_memory_of_a_long_prompt_grows_with_its_length_alone(tmp_path: Path, backend: str) -> None:
     """Twice the length may take twice the memory; with scores of all pairs it would be four times."""
     write_tiny_checkpoint(tmp_path / "tiny", "deepseek_v32", seed=7, max_position_embeddings=1 << 15)
     dtype = torch.bfloat16
@@ -55,5 +55,3 @@ def test_bfloat16_on_a_cuda_device_attends_with_triton_by_default(tmp_path: Path
     write_tiny_checkpoint(tmp_path / "tiny", "deepseek_v32", seed=7)
     spec = read_spec(tmp_path / "tiny", torch.bfloat16, None)
     assert choose_backend("auto", CUDA, spec).name == "triton"
-    spec = read_spec(tmp_path / "tiny", torch.float32, None)
-    assert choose_backend("auto", CUDA, spec).name == "torch"

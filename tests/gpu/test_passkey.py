@@ -16,9 +16,7 @@ COUNT = 12
 
 
 @pytest.mark.parametrize(("dtype", "wrong"), [("float32", 0), ("bfloat16", 1)])
-def test_pass_keys_are_found_through_a_hot_buffer_of_a_thirtieth_of_the_context(
-    dtype: str, wrong: int, tmp_path: Path
-) -> None:
+def test_pass_keys_are_found_through_a_small_hot_buffer(dtype: str, wrong: int, tmp_path: Path) -> None:
     with Cluster(CHECKPOINT, tmp_path) as cluster:
         cluster.gateway(served_model_name="passkey")
         cluster.prefill(device=DEVICE, dtype=dtype)

@@ -1,7 +1,6 @@
 """Ranks on GPUs of their own, connected by NCCL, inside recorded steps."""
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,8 @@ import torch
 
 from kernels.operands import BlockFp8
 from model.tiny import write_tiny_checkpoint
-from tests.e2e.cluster import HOT_BUFFER, Cluster, wait_until
-from tests.e2e.conftest import FAMILIES, Reference, checkpoints, references, start_cluster
+from tests.e2e.cluster import HOT_BUFFER, wait_until
+from tests.e2e.conftest import FAMILIES, Reference, StartCluster, checkpoints, references, start_cluster
 from tests.e2e.test_group_fetch import assert_fetched_in_parts
 from tests.e2e.test_prefill_ranks import CHUNK, assert_rounds
 from tests.e2e.test_ranks import ROUNDS, assert_ranks_exact
@@ -38,7 +37,7 @@ def test_layers_whose_experts_are_divided_compute_what_whole_ones_do(tmp_path: P
 @pytest.mark.parametrize("disable_cuda_graph", [False, True], ids=["recorded", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_tokens_of_both_ranks_equal_transformers(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference], family: str, disable_cuda_graph: bool
+    start_cluster: StartCluster, references: dict[str, Reference], family: str, disable_cuda_graph: bool
 ) -> None:
     cluster = start_cluster(family)
     cluster.prefill(device="cuda:1", mem_fraction_static=0.1)
@@ -57,7 +56,7 @@ def test_the_tokens_of_both_ranks_equal_transformers(
 @needs_two
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_tokens_behind_a_prefill_node_of_two_ranks_equal_transformers(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference], family: str
+    start_cluster: StartCluster, references: dict[str, Reference], family: str
 ) -> None:
     cluster = start_cluster(family)
     flags = {"device": "cuda", "mem_fraction_static": 0.1}
@@ -72,8 +71,8 @@ def test_the_tokens_behind_a_prefill_node_of_two_ranks_equal_transformers(
 
 
 @needs_two
-def test_a_prefill_node_of_two_ranks_fetches_prefixes_into_the_memory_of_both_devices(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference]
+def test_two_prefill_ranks_fetch_prefixes_into_both_devices(
+    start_cluster: StartCluster, references: dict[str, Reference]
 ) -> None:
     flags = {"device": "cuda", "mem_fraction_static": 0.1}
     assert_fetched_in_parts(start_cluster(), references["deepseek_v32"], 2, **flags)

@@ -8,6 +8,7 @@ from engine.adjustments import LogitAdjustments
 from engine.sampling import NoToken, RandomStream, SamplingNeeds, draw, settings_of, tokens_of
 from kernels.ops import ops_on
 from kernels.torch_ops import CANDIDATES
+from tests.gpu.test_decode import waiting_is_an_error
 
 pytest.importorskip("triton")
 
@@ -69,11 +70,8 @@ def test_drawing_waits_for_nothing_whatever_it_takes() -> None:
     on_device, numbers = settings().to(CUDA), torch.full((len(REQUESTS),), 0.5, dtype=torch.float64, device=CUDA)
     draw(logits, on_device, numbers, needs, logits)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         drawn = draw(logits, on_device, numbers, needs, logits)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(isinstance(token, Token) for token in tokens_of(drawn.cpu(), REQUESTS))
 
 
@@ -93,7 +91,7 @@ def test_changed_logits_that_are_not_finite_cost_their_own_row_alone(nonsense: f
             assert found[:row] + found[row + 1 :] == alone[:row] + alone[row + 1 :]
 
 
-def test_after_changes_that_overflow_the_device_works_and_others_have_their_tokens() -> None:
+def test_changes_that_overflow_harm_no_device_and_no_others() -> None:
     """Bounds keep such a penalty out. Here a request has one nevertheless."""
     hostile = Sampling.model_construct(seed=1, repetition_penalty=1e-45)
     honest = [Sampling(seed=2, repetition_penalty=1.2), Sampling(temperature=0, frequency_penalty=0.5)]

@@ -12,7 +12,7 @@ from transfer.checksum import verify
 from transfer.choices import Transport
 
 CUDA = torch.device("cuda")
-_LONG = 400_000_000
+LONG = 400_000_000
 """Clock cycles: a fifth of a second and more on any GPU."""
 
 
@@ -41,7 +41,7 @@ def test_a_layer_is_read_after_the_kernels_that_write_it() -> None:
     computing = torch.cuda.Stream()
     with torch.cuda.stream(computing):
         for layer, buffers in enumerate(((0,), (1, 2))):
-            torch.cuda._sleep(_LONG)
+            torch.cuda._sleep(LONG)
             for buffer in buffers:
                 sending.layers[buffer].add_(1.0)
             progress.layer_done(layer)
@@ -70,13 +70,13 @@ def test_the_rows_of_a_part_are_uploaded_once_for_all_layers() -> None:
     assert [event.name.startswith("Memcpy HtoD") for event in profile.events()].count(True) == 2
 
 
-def test_rows_are_uploaded_without_waiting_for_the_device_and_go_with_their_part() -> None:
+def test_rows_are_uploaded_without_a_wait_and_go_with_their_part() -> None:
     source = DeviceSource([torch.rand(NUM_PAGES * PAGE_SIZE, 144, device=CUDA)])
     plan = ChunkPlan(np.arange(NUM_PAGES), PAGE_SIZE, np.arange(2400), 0, 2400)
     warm_up, part = plan.parts(1200)
     source._rows_of(warm_up)
     with torch.cuda.stream(source._stream):
-        torch.cuda._sleep(_LONG)
+        torch.cuda._sleep(LONG)
     rows = source._rows_of(part)
     assert not source._stream.query()
     source._stream.synchronize()

@@ -1,31 +1,39 @@
 """The service with its nodes on a CUDA device: the end-to-end tests that leave the device open, and mixed pairs."""
 
-import json
 import subprocess
-from collections.abc import Callable
 
 import pytest
 import torch
 
-from tests.e2e.cluster import HOT_BUFFER, Cluster
-from tests.e2e.conftest import FAMILIES, Reference, checkpoints, references, start_cluster
-from tests.e2e.test_aborts import test_two_hundred_requests_a_third_of_them_aborted
+from tests.e2e.cluster import HOT_BUFFER
+from tests.e2e.conftest import (
+    FAMILIES,
+    Reference,
+    StartCluster,
+    StartPair,
+    checkpoints,
+    references,
+    start_cluster,
+    start_pair,
+)
+from tests.e2e.test_aborts import test_aborts_among_exact_answers
 from tests.e2e.test_parity import ALONE, TOGETHER, assert_exact, test_greedy_tokens_equal_transformers
 from tests.e2e.test_paths import (
-    test_a_node_that_prefills_for_itself_says_the_same,
+    test_local_prefill_says_the_same,
     test_requests_that_were_retracted_say_the_same,
 )
-from tests.e2e.test_prefixes import test_tokens_are_the_same_and_only_what_lacked_was_sent
+from tests.e2e.test_prefixes import test_cached_prefixes_give_the_same_tokens
 
 __all__ = [
     "checkpoints",
     "references",
     "start_cluster",
-    "test_a_node_that_prefills_for_itself_says_the_same",
+    "start_pair",
+    "test_aborts_among_exact_answers",
+    "test_cached_prefixes_give_the_same_tokens",
     "test_greedy_tokens_equal_transformers",
+    "test_local_prefill_says_the_same",
     "test_requests_that_were_retracted_say_the_same",
-    "test_tokens_are_the_same_and_only_what_lacked_was_sent",
-    "test_two_hundred_requests_a_third_of_them_aborted",
 ]
 
 
@@ -42,16 +50,11 @@ def disable_cuda_graph(request: pytest.FixtureRequest) -> bool:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nodes_that_verify_nothing_say_the_same(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference], family: str, disable_cuda_graph: bool
+    start_pair: StartPair, references: dict[str, Reference], family: str, disable_cuda_graph: bool
 ) -> None:
     """A check waits for the device, and could hide that something else does not."""
-    cluster = start_cluster(family)
-    prefill = cluster.prefill(device="cuda")
-    decode = cluster.decode(
-        device="cuda", hisparse_config=HOT_BUFFER, transfer_protocol="auto", disable_cuda_graph=disable_cuda_graph
-    )
-    cluster.wait_ready()
-
+    flags = {"transfer_protocol": "auto", "disable_cuda_graph": disable_cuda_graph}
+    cluster, prefill, decode = start_pair(family=family, **flags)
     assert_exact(cluster, references[family], ALONE, concurrency=1)
     assert_exact(cluster, references[family], TOGETHER, concurrency=16)
 
@@ -64,24 +67,16 @@ def test_nodes_that_verify_nothing_say_the_same(
 
 @pytest.mark.parametrize(("family", "protocol"), [(FAMILIES[0], "tcp"), (FAMILIES[1], "auto")])
 def test_prompts_computed_on_the_gpu_are_decoded_exactly_on_the_cpu(
-    start_cluster: Callable[..., Cluster],
-    references: dict[str, Reference],
-    family: str,
-    protocol: str,
+    start_pair: StartPair, references: dict[str, Reference], family: str, protocol: str
 ) -> None:
-    cluster = start_cluster(family)
-    prefill = cluster.prefill(
-        device="cuda",
-        page_size=64,
-        chunked_prefill_size=333,
-        transfer_protocol=protocol,
-        transfer_checksum="full",
+    flags = {"page_size": 64, "chunked_prefill_size": 333, "transfer_checksum": "full"}
+    cluster, prefill, _ = start_pair(
+        {**flags, "transfer_protocol": protocol},
+        family,
+        device="cpu",
+        debug_verify_swap_in=True,
+        transfer_protocol="auto",
     )
-    cluster.decode(
-        hisparse_config=json.dumps({"device_buffer_size": 128}), debug_verify_swap_in=True, transfer_protocol="auto"
-    )
-    cluster.wait_ready()
-
     assert_exact(cluster, references[family], TOGETHER, concurrency=16)
 
     assert prefill.metric("transfer_bytes_total") > 0
@@ -91,7 +86,7 @@ def test_prompts_computed_on_the_gpu_are_decoded_exactly_on_the_cpu(
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("protocol", ["auto", "tcp"])
 def test_a_process_per_gpu_of_one_host_says_the_same(
-    start_cluster: Callable[..., Cluster], references: dict[str, Reference], protocol: str, disable_cuda_graph: bool
+    start_cluster: StartCluster, references: dict[str, Reference], protocol: str, disable_cuda_graph: bool
 ) -> None:
     """Every thread and kernel of a process must mean its own device, and no other's."""
     family = FAMILIES[0]

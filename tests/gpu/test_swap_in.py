@@ -11,6 +11,7 @@ import torch
 from base.errors import StartupError
 from hisparse.swap_in import Span, StagedKV
 from tests.gpu.swap_in_twins import CUDA, Twins, make_batch
+from tests.hisparse.test_residency import adversarial_sequences
 
 
 @contextmanager
@@ -187,24 +188,6 @@ def test_a_few_steps_of_every_kind(shape: Shape) -> None:
         both.compare()
 
 
-def adversarial_sequences(size: int, context: int) -> list[tuple[str, list[list[int]]]]:
-    everything = list(range(size))
-    beyond = context - size
-    return [
-        ("a scan never repeats", [[(step * size + i) % (context - 1) for i in range(size)] for step in range(40)]),
-        ("all but one is protected", [everything, *([*everything[1:], size + step % 5] for step in range(40))]),
-        ("one position alternates", [[step % (size + 1)] + [-1] * (size - 1) for step in range(3 * size)]),
-        ("a second lap", [everything, *([size + step % 7, size + 9 + step % 3] * (size // 2) for step in range(60))]),
-        (
-            "all replaced at once",
-            [everything, *([size + (i + step * 8) % beyond for i in range(size)] for step in range(40))],
-        ),
-        ("nothing selected", [[-1] * size] * 3),
-        ("one position repeated", [[size + step % 3] * size for step in range(20)]),
-        ("backwards", [[(context - 2 - step * 3 - i) % (context - 1) for i in range(size)] for step in range(40)]),
-    ]
-
-
 @pytest.mark.parametrize("size", [6, 96])
 @pytest.mark.parametrize("case", range(8))
 def test_adversarial_sequences(size: int, case: int) -> None:
@@ -311,7 +294,7 @@ def test_positions_beyond_the_newest_are_counted_and_read_nothing(newest: int) -
 
 
 @pytest.mark.parametrize("cluster", [1, 4])
-def test_misses_that_have_no_slot_on_either_side_are_counted_and_copy_nothing(cluster: int) -> None:
+def test_misses_without_a_slot_are_counted_and_copy_nothing(cluster: int) -> None:
     """Position 5 has no host slot, 6 has none for its victim, 7 has neither, and 5 is missed twice."""
     with twins(top_k=6, hot_size=8, newest=[40], context=64, cluster=cluster) as both:
         for side in (both.cpu, both.gpu):

@@ -10,17 +10,15 @@ import torch
 
 from hisparse.coordinator import StepPlaces
 from hisparse.staging import CudaCopyStream
-from hisparse.step import SwapInMismatchError
 from hisparse.swap_in import Span, StagedKV
 from kernels.swap_in import default_block_size
 from kvcache.extents import HostSlots
 from kvcache.host_pool import HostKVPool
-from tests.hisparse.test_coordinator import violate_and_count, walk_and_leave_nothing
+from tests.gpu.test_sender import LONG
+from tests.hisparse.test_coordinator import spoil_and_verify, violate_and_count, walk_and_leave_nothing
 from tests.hisparse.tiers_harness import FORMAT, LAYOUT, TOP_K, Tiers, tiers
 
 CUDA = torch.device("cuda", 0)
-_LONG = 400_000_000
-"""Clock cycles: a fifth of a second and more on any GPU."""
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -80,7 +78,7 @@ def busy_tiers() -> Iterator[Tiers]:
         assert t.coordinator.staging.poll().landed == ["warm"]
         t.host.release(slots)
         t.coordinator.counters()
-        torch.cuda._sleep(_LONG)
+        torch.cuda._sleep(LONG)
         yield t
         torch.cuda.synchronize()
 
@@ -178,14 +176,7 @@ def test_what_swap_in_cannot_serve_is_counted_and_copied_from_nowhere() -> None:
 
 @pytest.mark.parametrize("tier", ["host", "device"])
 def test_verify_catches_a_resident_item_that_differs_from_its_host_copy(tier: str) -> None:
-    with tiers(on="cuda:0") as t:
-        assert t.admit("r", seed=1, num_tokens=9)
-        step = t.begin(["r"])
-        step.swap_in(0, torch.tensor([[4, 9, -1]], device=CUDA))
-        step.verify()
-        getattr(t, tier).kv[0] += 1
-        with pytest.raises(SwapInMismatchError, match="layer 0, row 0: position 4"):
-            step.verify()
+    spoil_and_verify(tier, on="cuda:0")
 
 
 def test_a_pinned_pool_is_shared_with_processes_that_map_it() -> None:

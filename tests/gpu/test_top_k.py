@@ -4,23 +4,13 @@ import pytest
 import torch
 
 from tests.gpu.test_attention_backends import CUDA, captured, generator, randn
+from tests.kernels.sorted_top import sorted_top
 
 pytest.importorskip("cuda.bindings")
 
 from kernels.top_k import Geometry, on_device, top_positions
 
 NAN = float("nan")
-
-
-def sorted_top(scores: torch.Tensor, k: int, lengths: torch.Tensor | None = None) -> torch.Tensor:
-    """By a stable sort: NaN first, then the largest, of equal scores the first."""
-    rows, width = scores.shape
-    expected = torch.full((rows, min(k, width)), -1)
-    ends = [width] * rows if lengths is None else lengths.clamp(0, width).tolist()
-    for row, (values, end) in enumerate(zip(scores.cpu(), ends, strict=True)):
-        best = values[:end].sort(descending=True, stable=True).indices[:k].sort().values
-        expected[row, : len(best)] = best
-    return expected.to(scores.device)
 
 
 def some_scores(kind: str, rows: int, width: int) -> torch.Tensor:

@@ -100,7 +100,7 @@ def test_two_requests_may_share_host_slots() -> None:
 
 
 @pytest.mark.parametrize("break_at_layer", [0, 1, 2, 3, 4])
-def test_a_step_that_broke_harms_nobody_once_those_who_were_in_it_have_ended(break_at_layer: int) -> None:
+def test_a_step_that_broke_harms_nobody_once_its_requests_ended(break_at_layer: int) -> None:
     """Layers of a group share residency: the group's first layer must not make the others believe in a copy."""
     with tiers() as t:
         rng = random.Random(break_at_layer)
@@ -131,7 +131,7 @@ def test_layers_swap_in_in_turn() -> None:
 
 
 @pytest.mark.parametrize("leave", ["finished", "retracted"])
-def test_host_slots_are_free_only_when_the_steps_that_write_to_them_are_over(leave: str) -> None:
+def test_host_slots_are_free_only_after_steps_that_write_to_them(leave: str) -> None:
     """A prefill node would write to them, and the device's copy of the new token would land on top of that."""
     with tiers() as t:
         assert t.admit("r", seed=1, num_tokens=9)
@@ -169,14 +169,23 @@ def test_a_request_may_begin_with_no_tokens() -> None:
 
 @pytest.mark.parametrize("tier", ["host", "device"])
 def test_verify_catches_a_resident_item_that_differs_from_its_host_copy(tier: str) -> None:
-    with tiers() as t:
+    spoil_and_verify(tier)
+
+
+def spoil_and_verify(tier: str, on: str = "cpu") -> None:
+    with tiers(on=on) as t:
         assert t.admit("r", seed=1, num_tokens=9)
         step = t.begin(["r"])
-        step.swap_in(0, torch.tensor([[4, 9, -1]]))
+        step.swap_in(0, torch.tensor([[4, 9, -1]], device=on))
         step.verify()
         getattr(t, tier).kv[0] += 1
         with pytest.raises(SwapInMismatchError, match="layer 0, row 0: position 4"):
             step.verify()
+
+
+def test_verify_refuses_positions_beyond_the_newest() -> None:
+    with tiers() as t:
+        assert t.admit("r", seed=1, num_tokens=9)
         step = t.begin(["r"])
         step.swap_in(1, torch.tensor([[11]]))
         with pytest.raises(ValueError, match="beyond its query's"):

@@ -185,20 +185,27 @@ def test_batches_follow_the_sequential_policy_over_thousands_of_steps(seed: int,
     assert (cut > 0) == (most_queries > 1)
 
 
-def adversarial_sequences(size: int) -> list[tuple[str, list[list[int]]]]:
+def adversarial_sequences(size: int, context: int) -> list[tuple[str, list[list[int]]]]:
+    """Selections of a row whose newest position is `context` - 1 or beyond."""
     everything = list(range(size))
+    beyond = context - size
     return [
-        ("a scan never repeats", [[(step * size + i) % 36 for i in range(size)] for step in range(40)]),
-        ("all but one is protected", [everything, *([*everything[1:], 20 + step % 5] for step in range(30))]),
-        ("one position alternates", [[step % (size + 1)] + [-1] * (size - 1) for step in range(60)]),
-        ("a second lap", [everything, *([10 + step % 7, 20 + step % 3] * (size // 2) for step in range(30))]),
-        ("all replaced at once", [everything, *([10 + i + step % 8 for i in range(size)] for step in range(30))]),
+        ("a scan never repeats", [[(step * size + i) % (context - 1) for i in range(size)] for step in range(40)]),
+        ("all but one is protected", [everything, *([*everything[1:], size + step % 5] for step in range(40))]),
+        ("one position alternates", [[step % (size + 1)] + [-1] * (size - 1) for step in range(3 * size)]),
+        ("a second lap", [everything, *([size + step % 7, size + 9 + step % 3] * (size // 2) for step in range(60))]),
+        (
+            "all replaced at once",
+            [everything, *([size + (i + step * 8) % beyond for i in range(size)] for step in range(40))],
+        ),
         ("nothing selected", [[-1] * size] * 3),
+        ("one position repeated", [[size + step % 3] * size for step in range(20)]),
+        ("backwards", [[(context - 2 - step * 3 - i) % (context - 1) for i in range(size)] for step in range(40)]),
     ]
 
 
 @pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize(("name", "sequence"), adversarial_sequences(6))
+@pytest.mark.parametrize(("name", "sequence"), adversarial_sequences(6, 30))
 def test_adversarial_sequences_follow_the_sequential_policy(name: str, sequence: list[list[int]], queries: int) -> None:
     """With several queries, a step has those of so many steps of the sequence."""
     residency, references = fresh(6, window=queries)

@@ -55,7 +55,7 @@ def test_staging_does_not_hold_up_the_step_loop() -> None:
         assert t.coordinator.staging.poll().landed == ["staged"]
 
 
-def test_a_request_aborted_while_its_copy_runs_is_freed_once_and_only_after_the_copy() -> None:
+def test_a_request_aborted_during_its_copy_is_freed_once_after_it() -> None:
     with tiers() as t:
         gate = threading.Event()
         t.stream.submit(lambda: gate.wait() and None)
@@ -108,7 +108,7 @@ def test_a_copy_that_fails_is_reported_and_leaks_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_after_any_walk_in_staging_nothing_is_left_and_nothing_was_freed_twice(seed: int) -> None:
+def test_after_any_walk_in_staging_nothing_is_left_or_freed_twice(seed: int) -> None:
     rng = random.Random(seed)
     with tiers() as t:
         all_pages: list[Pages] = []

@@ -37,9 +37,7 @@ def test_a_linear_layer(m: int, n: int, k: int) -> None:
 @pytest.mark.parametrize("adds", [None, 0, 3])
 @pytest.mark.parametrize("fp8_of", [None, BlockFp8(False), BlockFp8(True)])
 @pytest.mark.parametrize(("count", "dim"), [(1, 128), (3, 272), (2, 1152)])
-def test_a_norm_adds_before_and_quantises_behind(
-    count: int, dim: int, fp8_of: BlockFp8 | None, adds: int | None
-) -> None:
+def test_a_norm_adds_first_and_quantises_last(count: int, dim: int, fp8_of: BlockFp8 | None, adds: int | None) -> None:
     wide = 3 * randn(count, dim + 16).bfloat16()
     hidden, norm = wide[:, :dim], RmsNorm(1 + randn(dim).bfloat16(), 1e-6)
     addend = None if adds is None else randn(adds, count, dim) if adds else randn(count, dim).bfloat16()

@@ -37,9 +37,7 @@ def best_positions(query: torch.Tensor, head_weights: torch.Tensor, keys: torch.
     cuts=st.tuples(st.floats(0, 1), st.floats(0, 1)),
     seed=st.integers(0, 99),
 )
-def test_a_prompt_token_selects_the_best_positions_up_to_its_own(
-    prompt_len: int, topk: int, cuts: tuple[float, float], seed: int
-) -> None:
+def test_a_prompt_token_selects_up_to_its_own(prompt_len: int, topk: int, cuts: tuple[float, float], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     whole = index_queries(generator, prompt_len)
     keys = torch.randn(prompt_len, DIM, generator=generator)

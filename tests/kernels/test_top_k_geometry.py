@@ -29,9 +29,7 @@ AMPERE = {1: 108}
         (512, 1 << 20, False, 8),
     ],
 )
-def test_few_rows_get_all_processors_and_many_rows_small_blocks(
-    rows: int, width: int, is_few: bool, cluster: int
-) -> None:
+def test_few_rows_get_all_processors_and_many_small_blocks(rows: int, width: int, is_few: bool, cluster: int) -> None:
     geometry = choose_geometry(rows, width, FEW, MANY, HOPPER)
     assert (geometry.kernel is FEW, geometry.cluster) == (is_few, cluster)
     assert geometry.kept == min(geometry.kernel.kept, -(-width // cluster // 1024) * 1024)

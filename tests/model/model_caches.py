@@ -1,6 +1,7 @@
 """The simplest caches that the model can run against: shuffled pages for a prompt, everything resident for decoding."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -8,6 +9,7 @@ from kernels.operands import PagedKeys
 from model.config import ModelSpec
 from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
+from tests.greedy import likeliest
 
 
 class PagedPool:
@@ -131,3 +133,18 @@ class Session:
             tokens = self.decode(tokens, step).argmax(dim=-1)
             output.append(tokens)
         return [list(row) for row in torch.stack(output, dim=1).tolist()]
+
+
+def random_tokens(seed: int, *lengths: int) -> list[torch.Tensor]:
+    """A prompt of each of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 256, (length,), generator=generator) for length in lengths]
+
+
+def assert_likeliest(
+    reference: Any, session: Session, new_tokens: int, chunk_size: int, cache: Callable[[], Any] = lambda: None
+) -> None:
+    """A session's whole answers have, token for token, what the reference finds likeliest."""
+    for prompt, answer in zip(session.prompts, session.generate(new_tokens, chunk_size), strict=True):
+        assert len(answer) == new_tokens
+        assert answer == likeliest(reference, prompt.tolist(), answer, cache())

@@ -12,7 +12,7 @@ import torch
 
 from base.errors import StartupError
 from model.config import ModelSpec
-from model.loader import choose_backend, read_spec
+from model.loader import BackendName, choose_backend, read_spec
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -33,25 +33,17 @@ def pretend(monkeypatch: pytest.MonkeyPatch, lacking: str = "") -> None:
         monkeypatch.setitem(sys.modules, "cuda.bindings", None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_cpu_gets_torch(spec: ModelSpec, dtype: torch.dtype) -> None:
-    assert choose_backend("auto", CPU, dataclasses.replace(spec, dtype=dtype)).name == "torch"
-
-
-def test_float32_gets_torch_on_cuda_too_since_ties_decide_its_tokens(spec: ModelSpec) -> None:
-    assert choose_backend("auto", CUDA, dataclasses.replace(spec, dtype=torch.float32)).name == "torch"
-
-
-def test_torch_is_there_for_the_asking(spec: ModelSpec) -> None:
-    assert choose_backend("torch", CUDA, spec).name == "torch"
-
-
-@pytest.mark.parametrize("lacking", ["triton", "compiler", "kernels"])
-def test_auto_makes_do_with_torch_where_triton_cannot_run(
-    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, lacking: str
-) -> None:
-    pretend(monkeypatch, lacking)
-    assert choose_backend("auto", CUDA, spec).name == "torch"
+@pytest.mark.parametrize(
+    ("asked", "device", "dtype"),
+    [
+        ("auto", CPU, torch.float32),
+        ("auto", CPU, torch.bfloat16),
+        ("auto", CUDA, torch.float32),  # ties decide its tokens
+        ("torch", CUDA, torch.bfloat16),
+    ],
+)
+def test_torch_is_chosen(spec: ModelSpec, asked: BackendName, device: torch.device, dtype: torch.dtype) -> None:
+    assert choose_backend(asked, device, dataclasses.replace(spec, dtype=dtype)).name == "torch"
 
 
 def test_triton_on_a_cpu_is_refused(spec: ModelSpec) -> None:
@@ -67,12 +59,13 @@ def test_triton_on_a_cpu_is_refused(spec: ModelSpec) -> None:
         ("kernels", r"needs cuda\.bindings, .*: install hisparse-pd\[kernels\]; give --attention-backend torch"),
     ],
 )
-def test_triton_is_refused_where_it_cannot_run(
+def test_where_triton_cannot_run_auto_makes_do_with_torch(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, lacking: str, message: str
 ) -> None:
     pretend(monkeypatch, lacking)
     with pytest.raises(StartupError, match=message):
         choose_backend("triton", CUDA, spec)
+    assert choose_backend("auto", CUDA, spec).name == "torch"
 
 
 @pytest.mark.parametrize(
@@ -81,19 +74,6 @@ def test_triton_is_refused_where_it_cannot_run(
         ({"latent_dim": 1024, "item_dim": 1088}, "kv_lora_rank of at most 512, not 1024"),
         ({"latent_dim": 48, "item_dim": 176}, "qk_rope_head_dim of at most 64, not 128"),
         ({"index_dim": 256}, "index_head_dim of at most 128, not 256"),
-    ],
-)
-def test_shapes_that_no_program_holds_are_refused(
-    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
-) -> None:
-    pretend(monkeypatch)
-    with pytest.raises(StartupError, match=message):
-        choose_backend("triton", CUDA, dataclasses.replace(spec, **changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
         (
             {"kv_cache_dtype": "fp8_e4m3", "dtype": torch.float32},
             "reads fp8 KV in bfloat16 models, not in torch.float32",
@@ -102,7 +82,7 @@ def test_shapes_that_no_program_holds_are_refused(
         ({"kv_cache_dtype": "float32"}, "reads KV of the type that it computes in, bfloat16, or fp8_e4m3, not float32"),
     ],
 )
-def test_kv_that_no_kernel_reads_is_refused(
+def test_shapes_and_kv_that_no_kernel_reads_are_refused(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
 ) -> None:
     pretend(monkeypatch)

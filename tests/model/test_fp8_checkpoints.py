@@ -9,7 +9,8 @@ import pytest
 import structlog
 import torch
 import transformers
-from model_caches import Session
+from damage import edit_weights, refusal
+from model_caches import Session, assert_likeliest, random_tokens
 from networks import tensors_of
 from safetensors.torch import load_file, save_file
 
@@ -28,7 +29,6 @@ from model.stored_weights import StoredWeights, find_tensors
 from model.tiny import write_tiny_checkpoint
 from model.weights import Linear
 from tests.dequantised import write_dequantised
-from tests.greedy import likeliest
 
 CPU = torch.device("cpu")
 NEW_TOKENS = 32
@@ -61,39 +61,12 @@ def damaged(one: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(one, tmp_path / "damaged"))
 
 
-def edit(path: Path, **changes: torch.Tensor | None) -> None:
-    """Replace tensors of a checkpoint, or remove those that are None, in files and index."""
-    index = json.loads((path / "model.safetensors.index.json").read_text())
-    for file in sorted(path.glob("*.safetensors")):
-        weights = load_file(file)
-        for name in set(weights) & set(changes):
-            changed = changes[name]
-            if changed is None:
-                del weights[name], index["weight_map"][name]
-            else:
-                weights[name] = changed
-        save_file(weights, file, metadata={"format": "pt"})
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def refusal(path: Path) -> str:
-    with pytest.raises(StartupError) as refused:
-        load_model(path, torch.float32, CPU)
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
-
-
 def test_it_generates_what_transformers_generates_from_a_float32_copy(checkpoint: Path, tmp_path: Path) -> None:
     write_dequantised(checkpoint, tmp_path / "copy")
     reference: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "copy", dtype=torch.float32)
-    generator = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(0, 256, (length,), generator=generator) for length in LENGTHS]
+    prompts = random_tokens(5, *LENGTHS)
     model = load_model(checkpoint, torch.float32, CPU)
-    answers = Session(model, prompts, NEW_TOKENS).generate(NEW_TOKENS, 256)
-    assert [len(answer) for answer in answers] == [NEW_TOKENS] * len(prompts)
-    assert answers == [
-        likeliest(reference, prompt.tolist(), answer) for prompt, answer in zip(prompts, answers, strict=True)
-    ]
+    assert_likeliest(reference, Session(model, prompts, NEW_TOKENS), NEW_TOKENS, 256)
 
 
 def test_it_is_stored_as_published_checkpoints_are(checkpoint: Path, family: FamilyName) -> None:
@@ -140,37 +113,28 @@ def test_weights_that_are_not_known_are_named(damaged: Path) -> None:
     assert warning["weights"] == "1 weights: model.layers.0.self_attn.extra.weight"
 
 
-def test_a_weight_without_its_scales_is_refused(damaged: Path) -> None:
-    edit(damaged, **{"model.layers.0.self_attn.o_proj.weight_scale_inv": None})
-    assert refusal(damaged).endswith("lacks 1 weights: model.layers.0.self_attn.o_proj.weight_scale_inv")
-
-
-def test_scales_without_their_weight_are_refused(damaged: Path) -> None:
-    name = "model.layers.2.self_attn.o_proj.weight"
-    edit(damaged, **{name: None})
-    message = f"has scales without the weights that they belong to: 1 weights: {name}_scale_inv"
-    assert refusal(damaged).endswith(message)
-
-
-def test_scales_of_another_shape_are_refused(damaged: Path) -> None:
-    edit(damaged, **{"model.layers.0.self_attn.o_proj.weight_scale_inv": torch.ones(3, 1)})
-    assert "model.layers.0.self_attn.o_proj.weight_scale_inv is [3, 1] instead of [2, 1]" in refusal(damaged)
-
-
-def test_a_shard_that_is_cut_off_is_refused(damaged: Path) -> None:
-    file = damaged / "model-00002-of-000003.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    assert f"{file} should be" in refusal(damaged)
-
-
-def test_a_type_that_is_not_served_is_refused_by_name(damaged: Path) -> None:
-    edit(damaged, **{"model.norm.weight": torch.ones(HIDDEN, dtype=torch.int8)})
-    assert "has model.norm.weight in I8; served are" in refusal(damaged)
-
-
-def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_read(
-    one: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("layers.0.self_attn.o_proj.weight_scale_inv", None, "lacks 1 weights: {}"),
+        (
+            "layers.2.self_attn.o_proj.weight",
+            None,
+            "has scales without the weights that they belong to: 1 weights: {}_scale_inv",
+        ),
+        ("layers.0.self_attn.o_proj.weight_scale_inv", torch.ones(3, 1), "{} is [3, 1] instead of [2, 1]"),
+        ("norm.weight", torch.ones(HIDDEN, dtype=torch.int8), "has {} in I8; served are"),
+    ],
+    ids=["no scales", "no weight", "another shape", "another type"],
+)
+def test_weights_and_scales_that_do_not_belong_together_are_refused(
+    damaged: Path, name: str, changed: torch.Tensor | None, message: str
 ) -> None:
+    edit_weights(damaged, **{f"model.{name}": changed})
+    assert message.format(f"model.{name}") in refusal(damaged)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_unread(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     total = sum(tensor.nbytes for tensor in tensors_of(load_model(one, torch.float32, CPU).network))
     monkeypatch.setattr(loader, "available_host_bytes", lambda: 1 << 20)
     monkeypatch.setattr(StoredWeights, "fill", lambda *_: pytest.fail("something was read"))
@@ -180,9 +144,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_read(
 def test_quantising_needs_a_device_that_computes_in_fp8(one: Path) -> None:
     with pytest.raises(StartupError, match="--quantization fp8: needs a GPU that multiplies fp8 numbers"):
         load_model(one, torch.bfloat16, CPU, quantization="fp8")
-
-
-# What a device that computes in fp8 gets
 
 
 def network(path: Path, shard: Shard = SINGLE_RANK, quantises: bool = False) -> Network:

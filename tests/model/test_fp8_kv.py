@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_caches import Session
+from model_caches import Session, assert_likeliest, random_tokens
 from transformers import PreTrainedModel
 
 from base.errors import StartupError
 from kvcache.format import Fp8Format
 from model.loader import load_model, read_spec
 from tests.fp8_reference import Fp8Cache
-from tests.greedy import likeliest
 
 LENGTHS = (1, 2, 17, 64, 65, 300, 900)
 NEW_TOKENS = 32
@@ -23,14 +22,8 @@ def test_fp8_kv_generates_the_reference_tokens(
 ) -> None:
     model = load_model(checkpoint, torch.float32, torch.device("cpu"), kv_cache_dtype="fp8_e4m3")
     assert isinstance(model.spec.kv_format, Fp8Format)
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(0, 256, (length,), generator=generator) for length in LENGTHS]
-    answers = Session(model, prompts, NEW_TOKENS, page_size).generate(NEW_TOKENS, chunk_size)
-    assert [len(answer) for answer in answers] == [NEW_TOKENS] * len(prompts)
-    assert answers == [
-        likeliest(reference, prompt.tolist(), answer, Fp8Cache(config=reference.config))
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
+    session = Session(model, random_tokens(0, *LENGTHS), NEW_TOKENS, page_size)
+    assert_likeliest(reference, session, NEW_TOKENS, chunk_size, lambda: Fp8Cache(config=reference.config))
 
 
 def test_fp8_kv_is_not_the_same_as_float32(checkpoint: Path, reference: PreTrainedModel) -> None:

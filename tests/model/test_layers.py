@@ -44,9 +44,7 @@ def mixture(module: type, experts: int, top_k: int, groups: int, top_groups: int
 
 @pytest.mark.parametrize("module", [DeepseekV32MoE, GlmMoeDsaMoE])
 @pytest.mark.parametrize("shape", ROUTERS)
-def test_a_token_gets_the_experts_and_weights_of_the_reference(
-    module: type, shape: tuple[int, int, int, int, bool]
-) -> None:
+def test_tokens_get_experts_and_weights_of_the_reference(module: type, shape: tuple[int, int, int, int, bool]) -> None:
     gate = mixture(module, *shape).gate
     hidden = randn(50, 48)
     _, their_weights, their_ids = gate(hidden)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from damage import edit_config, edit_weights, refusal
 from networks import tensors_of
 from safetensors.torch import load_file, save_file
 
@@ -26,19 +27,6 @@ CPU = torch.device("cpu")
 def damaged(checkpoints: dict[str, Path], tmp_path: Path) -> Path:
     """A copy of a checkpoint, to be damaged by the test."""
     return Path(shutil.copytree(checkpoints["glm_moe_dsa"], tmp_path / "damaged"))
-
-
-def edit_config(path: Path, **changes: Any) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, **changes}))
-
-
-def refusal(path: Path) -> str:
-    """The one line with which the checkpoint is refused."""
-    with pytest.raises(StartupError) as refused:
-        load_model(path, torch.float32, CPU)
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
 
 
 def shard(path: Path) -> list[str]:
@@ -126,12 +114,11 @@ def test_a_context_that_the_model_cannot_hold_is_refused(checkpoint: Path, conte
         read_spec(checkpoint, torch.float32, context_length)
 
 
-def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
-    assert "nowhere: no such directory; give" in refusal(tmp_path / "nowhere")
-
-
-def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
-    assert "no config.json; give" in refusal(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "message"), [("nowhere", "nowhere: no such directory; give"), ("", "no config.json; give")]
+)
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path, name: str, message: str) -> None:
+    assert message in refusal(tmp_path / name)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "\xff"])
@@ -226,30 +213,15 @@ def test_an_index_without_a_weight_map_is_refused(damaged: Path) -> None:
     assert refusal(damaged).endswith("has no weight_map")
 
 
-def truncate_data(content: bytes) -> bytes:
-    return content[:-10]
-
-
-def truncate_header(content: bytes) -> bytes:
-    return content[:100]
-
-
-def empty(content: bytes) -> bytes:
-    return b""
-
-
-def garble_header(content: bytes) -> bytes:
-    return content[:8] + b"x" * (len(content) - 8)
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (truncate_data, "bytes long by its header, but it is"),
-        (truncate_header, "header is cut off"),
-        (empty, "header is cut off"),
-        (garble_header, "header is not valid"),
+        (lambda content: content[:-10], "bytes long by its header, but it is"),
+        (lambda content: content[:100], "header is cut off"),
+        (lambda content: b"", "header is cut off"),
+        (lambda content: content[:8] + b"x" * (len(content) - 8), "header is not valid"),
     ],
+    ids=["data cut off", "header cut off", "empty", "header garbled"],
 )
 def test_damaged_weight_files_are_refused(damaged: Path, damage: Callable[[bytes], bytes], message: str) -> None:
     file = damaged / "model.safetensors"
@@ -258,19 +230,14 @@ def test_damaged_weight_files_are_refused(damaged: Path, damage: Callable[[bytes
 
 
 def test_weights_that_are_absent_are_refused_by_name(damaged: Path) -> None:
-    weights = load_file(damaged / "model.safetensors")
-    del weights["model.layers.1.self_attn.o_proj.weight"]
-    del weights["model.norm.weight"]
-    save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
+    edit_weights(damaged, **{"model.layers.1.self_attn.o_proj.weight": None, "model.norm.weight": None})
     message = refusal(damaged)
     assert "lacks 2 weights" in message
     assert "model.layers.1.self_attn.o_proj.weight, model.norm.weight" in message
 
 
 def test_weights_of_another_shape_are_refused(damaged: Path) -> None:
-    weights = load_file(damaged / "model.safetensors")
-    weights["model.norm.weight"] = torch.ones(3)
-    save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
+    edit_weights(damaged, **{"model.norm.weight": torch.ones(3)})
     assert refusal(damaged).endswith("has weights of other shapes: model.norm.weight is [3] instead of [64]")
 
 

@@ -13,9 +13,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("hidden_size", "top_k", "row_bytes"), [(7168, 8, 7552), (6144, 8, 6400), (272, 3, 384), (64, 1, 128)]
 )
-def test_what_is_written_into_a_row_lies_there_one_behind_the_other(
-    hidden_size: int, top_k: int, row_bytes: int
-) -> None:
+def test_what_is_written_into_a_row_lies_there_without_gaps(hidden_size: int, top_k: int, row_bytes: int) -> None:
     tokens = RoutedTokens.empty(5, hidden_size, top_k, CPU)
     assert tokens.rows.shape == (5, row_bytes)
     values, scales = quantise_activations(randn(5, hidden_size), power_of_two=True)

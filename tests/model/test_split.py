@@ -2,6 +2,8 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from model.shard import Shard
 from model.sparse_model import SparseModel
 from model.split import SplitModel
 
+T = TypeVar("T")
 PROMPTS = [torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(length)) for length in (151, 2, 41)]
 STEPS = [[(0, 0, 90)], [(0, 90, 150), (1, 0, 1), (2, 0, 30)], [(2, 30, 31)], [(2, 31, 40)]]
 """Chunks of each step: prompt, start and stop. One has fewer tokens than there are ranks."""
@@ -56,31 +59,27 @@ def hidden_of(model: SparseModel) -> list[torch.Tensor]:
     return [model.prefill_hidden(chunks, lambda _: None) for chunks in steps_of(model)[1]]
 
 
-def in_threads(size: int, work: Callable[[int], None]) -> None:
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def in_threads(model: SparseModel, size: int, work: Callable[[SparseModel, int], T]) -> list[T]:
+    """What each process of a group computes with its part of the model. They are threads."""
+    meeting = Meeting(size)
+
+    def part(rank: int) -> T:
+        gather = meeting.gather_of(rank)
+        return work(SplitModel(model.network, model.spec, model._backend, Shard(rank, size), gather), rank)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(part, range(size)))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_every_process_has_the_kv_of_all_tokens(drafting: SparseModel, size: int) -> None:
     expected = computed_by(drafting)
-    meeting = Meeting(size)
-    pools: dict[int, PagedPool] = {}
     layers: list[int] = []
-
-    def work(rank: int) -> None:
-        split = SplitModel(
-            drafting.network, drafting.spec, drafting._backend, Shard(rank, size), meeting.gather_of(rank)
-        )
-        pools[rank] = computed_by(split, layers.append if rank == 0 else lambda _: None)
-
-    in_threads(size, work)
+    on_layer = [layers.append] + [lambda _: None] * (size - 1)
+    pools = in_threads(drafting, size, lambda part, rank: computed_by(part, on_layer[rank]))
     assert layers == list(range(drafting.spec.num_layers)) * len(STEPS)
-    for rank in range(size):
-        for mine, theirs in ((pools[rank].kv, expected.kv), (pools[rank].keys, expected.keys)):
+    for pool in pools:
+        for mine, theirs in ((pool.kv, expected.kv), (pool.keys, expected.keys)):
             torch.testing.assert_close(
                 mine.view(torch.float32), theirs.view(torch.float32), rtol=1e-4, atol=1e-4, equal_nan=True
             )
@@ -89,16 +88,7 @@ def test_every_process_has_the_kv_of_all_tokens(drafting: SparseModel, size: int
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_process_has_the_hidden_states_of_all_tokens(drafting: SparseModel, size: int) -> None:
     """Log probabilities of prompts are computed from them."""
-    expected, meeting = hidden_of(drafting), Meeting(size)
-    found: dict[int, list[torch.Tensor]] = {}
-
-    def work(rank: int) -> None:
-        split = SplitModel(
-            drafting.network, drafting.spec, drafting._backend, Shard(rank, size), meeting.gather_of(rank)
-        )
-        found[rank] = hidden_of(split)
-
-    in_threads(size, work)
-    for rank in range(size):
-        for mine, theirs in zip(found[rank], expected, strict=True):
+    expected = hidden_of(drafting)
+    for found in in_threads(drafting, size, lambda part, rank: hidden_of(part)):
+        for mine, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)

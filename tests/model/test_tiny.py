@@ -1,5 +1,4 @@
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -117,12 +116,6 @@ def test_the_chat_template_marks_turns(tokenizer: PreTrainedTokenizerBase) -> No
     messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == "<|begin|><|system|>be kind<|end|><|user|>hi<|end|><|assistant|>"
-
-
-def test_layers_share_selections_in_glm(checkpoints: dict[str, Path]) -> None:
-    config = json.loads((checkpoints["glm_moe_dsa"] / "config.json").read_text())
-    assert config["indexer_types"] == ["full", "full", "shared", "full", "shared"]
-    assert config["mlp_layer_types"] == ["dense", "sparse", "sparse", "sparse", "sparse"]
 
 
 @pytest.mark.parametrize(
