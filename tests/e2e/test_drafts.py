@@ -13,11 +13,11 @@ from tests.e2e.test_parity import ALONE, TOGETHER
 SMALL = '{"device_buffer_size": 64, "host_pool_gib": 0.2}'
 
 
-def drafting(cluster: Cluster, drafts: int, **decode: object) -> None:
-    flags = {"speculative_num_steps": str(drafts)}
+def drafting(cluster: Cluster, drafts: int, ranks: int = 1) -> None:
+    flags = {"speculative_num_steps": str(drafts), "ranks": ranks}
     cluster.prefill(page_size=16, chunked_prefill_size=512, transfer_checksum="full", **flags)
-    cluster.decode(hisparse_config=SMALL, debug_verify_swap_in=True, **flags, **decode)
-    cluster.wait_ready()
+    cluster.decode(hisparse_config=SMALL, debug_verify_swap_in=True, **flags)
+    cluster.wait_ready(decode=ranks)
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,12 @@ def test_greedy_tokens_with_drafts_equal_transformers(
     assert_exact(cluster.url, references[family], [Job(prompt, 64) for prompt in TOGETHER], 16)
     more = random_prompts((300, 700), seed=9)
     assert_exact(cluster.url, references[family], [Job(prompt, 48) for prompt in more], 2)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_groups_that_draft_say_the_same(start_cluster: StartCluster, references: References, ranks: int) -> None:
+    """Ranks with fewer requests than others, or none, take part in every pass."""
+    cluster = start_cluster(FAMILIES[0])
+    drafting(cluster, 2, ranks)
+    for concurrency, prompts in ((1, ALONE[4:7]), (3, TOGETHER[:8]), (12, TOGETHER)):
+        assert_exact(cluster.url, references[FAMILIES[0]], [Job(prompt, 40) for prompt in prompts], concurrency)
