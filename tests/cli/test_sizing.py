@@ -22,12 +22,12 @@ BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
 @pytest.fixture(scope="module")
 def deepseek() -> NodeSizing:
-    return NodeSizing(SizingConfig(shape="deepseek-v3.2", speculative_num_steps="0"))
+    return NodeSizing(SizingConfig(shape="deepseek-v3.2"))
 
 
 @pytest.fixture(scope="module")
 def glm() -> NodeSizing:
-    return NodeSizing(SizingConfig(shape="glm-5.2", speculative_num_steps="0"))
+    return NodeSizing(SizingConfig(shape="glm-5.2"))
 
 
 def published_weights(
