@@ -101,7 +101,8 @@ class ModelRunner:
         self._coordinator = coordinator
         self.policy = policy or DraftPolicy(0)
         self.passes = StepPasses(model, coordinator, max_running, self.policy.max_width - 1)
-        self._settings = torch.zeros((max_running, len(Settings._fields)), dtype=torch.float64, device=device)
+        greedy = torch.tensor(settings_of(Sampling(temperature=0), model.spec.vocab_size), dtype=torch.float64)
+        self._settings = greedy.repeat(max_running, 1).to(device)
         self._adjustments = LogitAdjustments(max_running, model.spec.vocab_size, device)
         self._graphs = StepGraphs(self.passes, max_running, context_length, self.policy.widths) if record else None
 
@@ -157,7 +158,7 @@ class ModelRunner:
         batch, width, passes = step.batch, step.batch.places.width, self.passes
         if ended and passes.drafts:
             self._upload(batch, ended)
-        rows = passes.inputs[0, : len(batch)]
+        rows = passes.inputs[0, : len(batch)].clamp(min=0)
         drafts = passes.tokens[rows, 1:width]
         repeated = rows.repeat_interleave(width)
         numbers = upload(uniforms.ravel(), torch.empty(uniforms.size, dtype=torch.float64, device=rows.device))

@@ -143,3 +143,18 @@ def test_logits_that_are_not_finite_after_accepted_drafts_end_their_request_alon
     assert h.answers["good"] == counted((20,), 20)
     assert h.ended["bad"] == "error"
     assert h.answers["bad"] == [4, 5, 6]
+
+
+def test_a_request_that_has_ended_disturbs_no_other_that_is_sampled_with_it() -> None:
+    """It is padding in the step that was launched before its end was known."""
+    found = []
+    for max_drafts in (0, 2):
+        h = World(max_drafts=max_drafts, max_running=8)
+        h.model.scale = 7.0
+        sampling = Sampling(temperature=1.0, seed=3, top_p=0.9, top_k=50, min_p=0.01)
+        for number, tokens in enumerate((3, 30)):
+            h.ask(f"r{number}", tokens=tokens, sampling=sampling)
+        h.run()
+        found.append((h.answers, h.ended))
+    assert found[0] == found[1]
+    assert set(found[0][1].values()) == {"length"}
