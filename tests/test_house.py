@@ -13,11 +13,11 @@ ROOT = Path(__file__).resolve().parents[1]
 NOT_THE_PRODUCT = ("tests", "benchmarks", "deploy", "docs", "examples")
 SOURCES = (".py", ".cu", ".cuh")
 NODES = ("prefill_node", "decode_node")
-# A limit is what was reached, rounded up. It only shrinks: lower it with every change that makes room.
+# A limit is what was reached, rounded up. Lower it with every change that makes room. Only a feature raises it.
 LIMITS = {
-    "lines of the product": 39_500,  # target: 38,000
+    "lines of the product": 38_150,
     "files of the product": 295,
-    "lines of tests": 43_700,  # target: 40,000
+    "lines of tests": 40_500,
 }
 BANNED: dict[str, tuple[str, tuple[str, ...]]] = {
     # A pattern of a line, and the packages that it must not be in; with `-`, those that it may be in; with none, all.
