@@ -73,6 +73,10 @@ class Metrics:
         )
         self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens computed.")
         self.generated_tokens = counter("generated_tokens_total", "Tokens generated.")
+        self.draft_tokens = counter("spec_decode_num_draft_tokens_total", "Drafted tokens that a step verified.")
+        self.accepted_draft_tokens = counter(
+            "spec_decode_num_accepted_tokens_total", "Of these, tokens that were what would have been drawn without."
+        )
         self.swap_in_hits = counter("swap_in_hits_total", "Selected items that were in the hot buffer.")
         self.swap_in_misses = counter("swap_in_misses_total", "Selected items fetched from the host pool.")
         self.swap_in_bytes = counter("swap_in_bytes_total", "Bytes fetched from the host pool into hot buffers.")

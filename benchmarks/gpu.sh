@@ -35,7 +35,11 @@ for name in "${@:-all}"; do
     esac
     case $name in all | swap-in)
         step swap-in $PYTHON -c "from cli.main import main; main()" bench swap-in \
-            --json "$OUT/bench-swap-in.json" --png "$OUT/bench-swap-in.png" ;;
+            --json "$OUT/bench-swap-in.json" --png "$OUT/bench-swap-in.png"
+        for queries in 2 3 4; do
+            step swap-in-$queries $PYTHON -c "from cli.main import main; main()" bench swap-in --queries $queries \
+                --json "$OUT/bench-swap-in-$queries.json" --png "$OUT/bench-swap-in-$queries.png"
+        done ;;
     esac
     case $name in all | top-k) step top-k $PYTHON -m benchmarks.top_k ;; esac
     case $name in all | attention) step attention $PYTHON -m benchmarks.attention ;; esac

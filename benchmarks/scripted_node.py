@@ -11,6 +11,7 @@ SCRIPTED_IDENTITY = ModelIdentity(
     fingerprint="scripted",
     dtype="torch.float32",
     kv_format="float32",
+    draft_layer=False,
     num_layers=1,
     num_index_layers=1,
     item_bytes=4,

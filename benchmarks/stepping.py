@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from control.messages import Sampling, Token
 from engine.runner import Batch, LaunchedStep, ModelRunner
@@ -17,25 +18,30 @@ def launch(
     coordinator: HiSparseCoordinator,
     request_ids: Sequence[str],
     sampling: Sampling = GREEDY,
-    uniform: float = 0.0,
+    width: int = 1,
 ) -> LaunchedStep:
     """Queue the forward pass of a step of these requests, which have room for it.
 
-    sampling: of all of them, by default the likeliest token. uniform: the random number from 0 to 1 that draws theirs.
+    sampling: of all of them, by default the likeliest token. width: tokens of each.
     """
     batch = Batch(
         request_ids=tuple(request_ids),
-        places=coordinator.begin_step(request_ids),
+        places=coordinator.begin_step(request_ids, width),
         sampling=(sampling,) * len(request_ids),
-        uniforms=np.full(len(request_ids), uniform),
     )
     return runner.launch(batch)
 
 
-def next_tokens(runner: ModelRunner, step: LaunchedStep) -> list[int]:
-    """Draw a step's tokens and wait for them. Raises RuntimeError where there is none."""
-    runner.sample(step)
-    collected = runner.collect(step)
+def sample(runner: ModelRunner, step: LaunchedStep, uniform: float = 0.0, masks: torch.Tensor | None = None) -> None:
+    """Queue the drawing of a step's tokens, by the same random number from 0 to 1, and the drafts after them."""
+    runner.sample(step, np.full((len(step.batch), step.batch.places.width), uniform), masks=masks)
+    runner.draft(step)
+
+
+def next_tokens(runner: ModelRunner, step: LaunchedStep, uniform: float = 0.0) -> list[int]:
+    """Draw a step's tokens, as `sample` does, and wait for them. Raises RuntimeError where there is none."""
+    sample(runner, step, uniform)
+    collected = [token for computed in runner.collect(step) for token in computed.tokens]
     if missing := next((token for token in collected if isinstance(token, NoToken)), None):
         raise RuntimeError(str(missing))
     return [token.token_id for token in collected if isinstance(token, Token)]

@@ -8,6 +8,7 @@ from decode_node.config import DecodeConfig
 from gateway.config import GatewayConfig
 from model.families import ShapeName
 from prefill_node.config import PrefillConfig
+from service.config import SpeculativeNumSteps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,10 @@ class SizingConfig:
     nnodes: Annotated[int, Flag("Machines that have them.", min=1)] = 1
     context_length: Annotated[int, Flag("Tokens of each request, prompt and answer.", min=2)] = 65536
     kv_cache_dtype: Annotated[Literal["bfloat16", "fp8_e4m3"], Flag("Of items and index keys.")] = "fp8_e4m3"
+    speculative_num_steps: Annotated[
+        SpeculativeNumSteps,
+        Flag("As of the node: above 0 it has the draft layer. Figures are of steps without drafts."),
+    ] = "auto"
     device_buffer_size: Annotated[int | None, Flag("Hot slots of a request; default: twice the top-k.", min=1)] = None
     chunked_prefill_size: Annotated[int, Flag("Prompt tokens of one forward pass of all ranks.", min=1)] = 16384
     device_gib: Annotated[float, Flag("Memory that an idle GPU has free.", min=1.0)] = 139.0

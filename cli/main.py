@@ -149,6 +149,7 @@ def tiny_model(
     routed_experts: Annotated[
         int | None, typer.Option(help="Experts of a layer of that shape; default: as published.")
     ] = None,
+    draft_layer: Annotated[bool, typer.Option(help="With a multi-token prediction layer, which drafts tokens.")] = True,
     config_only: Annotated[
         bool, typer.Option("--config-only", help="Write no weights: for --load-format dummy, which needs none.")
     ] = False,
@@ -167,7 +168,8 @@ def tiny_model(
         raise StartupError("tiny-model: --vocab-size: a published shape has its own vocabulary")
     try:
         if shape is not None:
-            write_without_weights(directory, published_config(shape, layers, routed_experts))
+            described = published_config(shape, layers, routed_experts)
+            write_without_weights(directory, described | {"num_nextn_predict_layers": int(draft_layer)})
         else:
             write_tiny_checkpoint(
                 directory,
@@ -180,6 +182,7 @@ def tiny_model(
                 max_position_embeddings=max_position_embeddings,
                 vocab_size=BYTE_VOCAB_SIZE if vocab_size is None else vocab_size,
                 fp8=BlockFp8(power_of_two=scale_format == "ue8m0") if quantization else None,
+                draft_layer=draft_layer,
             )
     except ValueError as error:
         raise StartupError(f"tiny-model: {error}") from error

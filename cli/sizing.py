@@ -21,6 +21,7 @@ from kvcache.block_cache import BLOCK_BYTES
 from model.config import network_config
 from model.families import published_config
 from model.roofline import RankModel, StepPart, Works, work_of_chunk, work_of_step
+from service.config import drafts_of
 
 _PAGE = 64
 _PLENTY_GIB = 2.0**20
@@ -55,6 +56,7 @@ class NodeSizing:
                 context_length=c.context_length,
                 kv_cache_dtype=c.kv_cache_dtype,
                 device=torch.device("meta"),
+                drafts=drafts_of(c.speculative_num_steps, sizes.draft_layers > 0, "cuda") > 0,
             )
         except ValueError as error:
             raise StartupError(f"sizing: {error}") from error
@@ -139,7 +141,8 @@ class NodeSizing:
     def step(self) -> Works:
         """The work of a decode step with all requests running."""
         c = self.config
-        return work_of_step(self.model, self.running, c.context_length, min(c.new_positions, c.context_length), c.ranks)
+        missed = min(c.new_positions, c.context_length)
+        return work_of_step(self.model, self.running, c.context_length, missed, self.running * c.ranks)
 
     def limit_ms(self, works: Works, part: StepPart) -> float:
         return sum(work.ms(self.config.link_gb_per_s) for work in works.get(part, ()))
@@ -229,10 +232,11 @@ network of a prefill node for that | {rate:,.0f} x {x.token_bytes:,} B | {rate *
 def command(config: SizingConfig) -> str:
     """The decode node's command line."""
     x = NodeSizing(config)
+    drafts = "" if (steps := config.speculative_num_steps) == "auto" else f" --speculative-num-steps {steps}"
     hosts = f" --nnodes {config.nnodes} --node-rank K --dist-init-addr HOST:PORT" if config.nnodes > 1 else ""
     return (
         f"hisparse-pd decode --ranks {config.ranks}{hosts} --device cuda --context-length {config.context_length} \\\n"
-        f"    --kv-cache-dtype {config.kv_cache_dtype} --max-running-requests {x.running} \\\n"
+        f"    --kv-cache-dtype {config.kv_cache_dtype}{drafts} --max-running-requests {x.running} \\\n"
         f'    --hisparse-config \'{{"device_buffer_size": {x.buffer_size}, "host_pool_gib": {x.host_pool_gib}}}\' ...'
     )
 

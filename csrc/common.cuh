@@ -47,6 +47,11 @@ __device__ __forceinline__ void copy_async_bytes(void* to, const void* from) {
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// Have what lies there come to the L2 cache.
+__device__ __forceinline__ void prefetch(const void* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+}
+
 // The sum of the warp's numbers up to this lane's, of which those of the first LANES are not 0.
 template <int LANES = WARP>
 __device__ __forceinline__ u32 sum_up_to_lane(u32 mine) {

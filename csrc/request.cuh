@@ -5,9 +5,11 @@
 #include "common.cuh"
 
 struct SwapInParams {
-    const POSITION_T* positions;  // [batch, k], -1 for none
+    const POSITION_T* positions;  // [batch, QUERIES, k], -1 for none
     const INDEX_T* rows;          // [batch], distinct, negative for padding
     const INDEX_T* newest;        // [batch], the newest position of each row
+    const INDEX_T* first;         // [batch], the position of query 0; not read if WINDOW is 1, like the next
+    INDEX_T* valid;               // [batch], how many queries there are; written where some are cut
     i32* position_at;             // [rows, HOT_SIZE], of this index layer, like the next three
     i16* hot_of;                  // [rows, max_context]
     u8* referenced;               // [rows, HOT_SIZE]
@@ -16,8 +18,8 @@ struct SwapInParams {
     const i64* host_slot_of;      // [rows, max_context]
     const u8* host_items;         // of one layer, [host slots, ITEM_BYTES]; null: only resolve
     u8* device_items;             // of the same layer, [device slots, ITEM_BYTES]
-    i64* slots;                   // out [batch, k], -1 for none
-    i64* miss_host_slots;         // out [batch, k], of which the first miss_counts are written
+    i64* slots;                   // out [batch, QUERIES, k], -1 for none
+    i64* miss_host_slots;         // out [batch, QUERIES * k], of which the first miss_counts are written
     i64* miss_device_slots;       // out, the same
     i32* miss_counts;             // out [batch]
     u64* counters;                // [4], added to
@@ -34,7 +36,9 @@ __device__ __forceinline__ void add(u64* counters, Counter which, u64 amount) {
 constexpr i32 NONE = -1;
 constexpr int BUCKETS = 1 << BUCKET_BITS;
 constexpr int SEEN = 1 << SEEN_BITS;
-constexpr int GRANULES = ceil_div(HOT_SIZE + 1, HOT_GRANULE);
+constexpr int GRANULES = ceil_div(HOT_SIZE + WINDOW, HOT_GRANULE);
+constexpr int MOST_SELECTED = QUERIES * TOP_K;
+constexpr bool MAY_CUT = MOST_SELECTED > HOT_SIZE && QUERIES > 1;
 
 // The hot index after one, round the clock.
 __device__ __forceinline__ i32 after(i32 hot) { return hot + 1 == HOT_SIZE ? 0 : hot + 1; }
@@ -44,8 +48,9 @@ __device__ __forceinline__ i64 slot_at(const i64* granules, u32 hot) {
     return first < 0 ? -1 : first + hot % HOT_GRANULE;
 }
 
-// Each warp has PLACES chunks of WARP consecutive places of the top-k order, and each of its threads one place per chunk.
-constexpr int PLACES = ceil_div(TOP_K, THREADS);
+// Places are those of the queries' selections, one after the other, each in top-k order. Each warp has PLACES chunks of WARP
+// consecutive ones, and each of its threads one place per chunk.
+constexpr int PLACES = ceil_div(MOST_SELECTED, THREADS);
 
 __device__ __forceinline__ int chunk(int j) { return warp_id() * PLACES + j; }
 __device__ __forceinline__ int place(int j) { return chunk(j) * WARP + lane_id(); }
@@ -65,13 +70,13 @@ struct Selected {
 // only when those have been read.
 struct Shared {
     u8* memory;
-    u64* selected = at<u64>(SHARED_SELECTED);        // [TOP_K], Selected
+    u64* selected = at<u64>(SHARED_SELECTED);        // [MOST_SELECTED], Selected
     u64* arrived = at<u64>(SHARED_ARRIVED);          // [1], of `selected`
-    i64* host_slot = at<i64>(SHARED_SELECTED);       // [TOP_K], of this block's distinct misses; over `selected`
+    i64* host_slot = at<i64>(SHARED_SELECTED);       // [MOST_SELECTED], of this block's distinct misses; over `selected`
     i32* position_at = at<i32>(SHARED_POSITION_AT);  // [HOT_SIZE]
-    i32* miss_position = position_at;                // [TOP_K], misses in top-k order; over `position_at`, like the next two
-    u16* victims = at<u16>(SHARED_POSITION_AT + 4 * TOP_K);  // [TOP_K], hot index that each distinct miss takes
-    u16* rank = victims + TOP_K;                     // [TOP_K], of each miss among the distinct ones, if there are repeats
+    i32* miss_position = position_at;  // [MOST_SELECTED], misses by place; over `position_at`, like the next two
+    u16* victims = at<u16>(SHARED_POSITION_AT + 4 * MOST_SELECTED);  // [MOST_SELECTED], each distinct miss's hot index
+    u16* rank = victims + MOST_SELECTED;  // [MOST_SELECTED], of each miss among the distinct ones, if there are repeats
     i64* granules = at<i64>(SHARED_GRANULES);        // [GRANULES]
     u32* seen = at<u32>(SHARED_SEEN);                // [SEEN] bits, of positions that are missing
     i32* buckets = at<i32>(SHARED_SEEN);             // [BUCKETS]; over `seen`
@@ -91,6 +96,8 @@ struct Shared {
 // One request's part of the parameters.
 struct Request {
     i64 newest;
+    i64 first;
+    int valid;
     int k;
     i32* position_at;
     i16* hot_of;
@@ -104,6 +111,8 @@ struct Request {
 
     __device__ __forceinline__ Request(const SwapInParams& p, i64 entry, i64 row, i64 newest_position)
         : newest(newest_position),
+          first(WINDOW > 1 ? p.first[entry] : newest_position),
+          valid(WINDOW > 1 ? max(0, min(QUERIES, static_cast<int>(p.valid[entry]))) : 1),
           k(static_cast<int>(p.k)),
           position_at(p.position_at + row * HOT_SIZE),
           hot_of(p.hot_of + row * p.max_context),
@@ -111,13 +120,34 @@ struct Request {
           hand(p.hand + row),
           granules(p.hot_granules + row * GRANULES),
           host_slot_of(p.host_slot_of + row * p.max_context),
-          slots(p.slots + entry * p.k),
-          miss_host_slots(p.miss_host_slots + entry * p.k),
-          miss_device_slots(p.miss_device_slots + entry * p.k) {}
+          slots(p.slots + entry * QUERIES * p.k),
+          miss_host_slots(p.miss_host_slots + entry * QUERIES * p.k),
+          miss_device_slots(p.miss_device_slots + entry * QUERIES * p.k) {}
 
-    // What lies beyond the newest position cannot be looked up: it counts as none, and as a violation.
-    __device__ __forceinline__ i32 checked(i64 position, u32& violations) const {
-        const bool exists = static_cast<u64>(position) <= static_cast<u64>(newest);
+    // How many places all queries have, and those that exist.
+    __device__ __forceinline__ int places() const { return QUERIES * k; }
+    __device__ __forceinline__ int valid_places() const { return valid * k; }
+
+    __device__ __forceinline__ int query_of(int place) const {
+        int query = 0;
+#pragma unroll
+        for (int i = 1; i < QUERIES; ++i) query += place >= i * k;
+        return query;
+    }
+
+    // Whether the row has each position at the hot index of the same number.
+    __device__ __forceinline__ bool is_short() const { return newest + WINDOW <= HOT_SIZE; }
+
+    // The hot index of an own token in a long row.
+    __device__ __forceinline__ i32 own_hot(i32 position) const {
+        return WINDOW > 1 ? HOT_SIZE + position - static_cast<i32>(newest) : HOT_SIZE;
+    }
+
+    // What lies beyond the position of its query cannot be looked up: it counts as none, and as a violation.
+    __device__ __forceinline__ i32 checked(int place, i64 position, u32& violations) const {
+        if (WINDOW > 1 && place >= valid_places()) return NONE;
+        const i64 last = WINDOW > 1 ? min(first + query_of(place), newest + WINDOW - 1) : newest;
+        const bool exists = static_cast<u64>(position) <= static_cast<u64>(last);
         violations += !exists && position != NONE;
         return exists ? static_cast<i32>(position) : NONE;
     }

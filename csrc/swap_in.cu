@@ -1,4 +1,4 @@
-// Swap-in: decide hits and victims of one decode step in one index layer (resolve), and bring the missing items of one
+// Swap-in: decide cuts, hits and victims of one decode step in one index layer (resolve), and bring the missing items of one
 // layer from pinned host memory (fetch). The policy is that of hisparse/residency.py.
 //
 // A cluster of blocks serves one request, so that a lone request still keeps enough loads in flight to fill the PCIe link.
@@ -58,8 +58,8 @@ class WarpMisses {
 __device__ void resolve_unmanaged(const SwapInParams& p, const Request& request, const POSITION_T* positions,
                                   const Cluster& cluster, bool padding) {
     u32 hits = 0, violations = 0;
-    for (int at = cluster.rank * THREADS + threadIdx.x; at < request.k; at += cluster.size * THREADS) {
-        const i32 position = padding ? NONE : request.checked(positions[at], violations);
+    for (int at = cluster.rank * THREADS + threadIdx.x; at < request.places(); at += cluster.size * THREADS) {
+        const i32 position = padding ? NONE : request.checked(at, positions[at], violations);
         request.slots[at] = position >= 0 ? slot_at(request.granules, position) : -1;
         hits += position >= 0;
     }
@@ -72,10 +72,12 @@ __device__ void resolve_unmanaged(const SwapInParams& p, const Request& request,
 }
 
 // The positions at the places that this block looks up.
-__device__ __forceinline__ void load_positions(const POSITION_T* positions, int k, const Cluster& cluster,
+__device__ __forceinline__ void load_positions(const POSITION_T* positions, int places, const Cluster& cluster,
                                                i64 (&loaded)[PLACES]) {
 #pragma unroll
-    for (int j = 0; j < PLACES; ++j) loaded[j] = cluster.is_mine(chunk(j)) && place(j) < k ? positions[place(j)] : NONE;
+    for (int j = 0; j < PLACES; ++j) {
+        loaded[j] = cluster.is_mine(chunk(j)) && place(j) < places ? positions[place(j)] : NONE;
+    }
 }
 
 // One block per processor is enough. Without the bound the compiler spills registers to make room for two.
@@ -86,14 +88,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) swap_in(const __grid_co
     const Mailbox mailbox(shared.selected, shared.arrived, cluster);
     const int entry = blockIdx.x / cluster.size;
     follow();
-    const POSITION_T* const positions = p.positions + entry * p.k;
+    const POSITION_T* const positions = p.positions + entry * QUERIES * p.k;
     const i64 row = p.rows[entry], newest = p.newest[entry];
     i64 loaded[PLACES];
-    load_positions(positions, static_cast<int>(p.k), cluster, loaded);
+    load_positions(positions, QUERIES * static_cast<int>(p.k), cluster, loaded);
     const bool padding = row < 0 || newest < 0;
     const Request request(p, entry, padding ? 0 : row, newest);
     const bool reports = cluster.rank == 0 && threadIdx.x == 0;
-    if (padding || newest < HOT_SIZE) {
+    if (padding || request.is_short()) {
         if (reports) p.miss_counts[entry] = 0;
         resolve_unmanaged(p, request, positions, cluster, padding);
         return;
@@ -110,7 +112,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) swap_in(const __grid_co
     if (lane_id() == 0) shared.totals[warp_id()] = in_warp;
     __syncthreads();
     const Totals totals(shared.totals);
-    const int selected = totals.all() >> 16, missing = totals.all() & 0xffff;
+    int selected = totals.all() >> 16;
+    const int missing = totals.all() & 0xffff;
     HotPieces pieces(referenced, HotBytes(shared.protect));
     const bool writes_referenced = cluster.is_mine(warp_id());
     if (missing == 0) {
@@ -125,10 +128,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) swap_in(const __grid_co
     }
 
     places.list(totals.before_warp(warp_id()) & 0xffff, cluster, misses);
-    const Kinds below = pieces.count(hand, shared);
+    Kinds below = pieces.count(hand, shared);
     misses.meet();
     cluster.arrive();
-    const int distinct = misses.repeated ? misses.strike_repeats(missing, cluster) : missing;
+    int distinct = misses.distinct(missing, cluster);
+    int valid = request.valid;
+    while (MAY_CUT && distinct > HotPieces::unprotected(shared)) {
+        distinct = places.keep(--valid, request, misses, shared);
+        pieces = HotPieces(pieces.before, HotBytes(shared.protect));
+        below = pieces.count(hand, shared);
+        selected = places.selected();
+    }
     pieces.turn_clock(hand, distinct, below, shared);
     wait_for_copies();
     __syncthreads();
@@ -140,8 +150,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) swap_in(const __grid_co
     violations += mine.settle();
     add(p.counters, VIOLATIONS, violations);
     if (reports) {
-        *request.hand = after(shared.victims[distinct - 1]);
+        if (!MAY_CUT || distinct > 0) *request.hand = after(shared.victims[distinct - 1]);
         p.miss_counts[entry] = distinct;
+        if (MAY_CUT && valid < request.valid) p.valid[entry] = valid;
         add(p.counters, HITS, selected - distinct);
         add(p.counters, MISSES, distinct);
         if (p.host_items) add(p.counters, BYTES, static_cast<u64>(distinct) * ITEM_BYTES);

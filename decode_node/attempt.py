@@ -114,17 +114,17 @@ class PrefillAttempt:
 
     def message(self, destination: Destination) -> PrefillRequest:
         """The request to its node."""
-        request, asks_logprobs = self.request, self.prompt_logprobs is not None
+        request = self.request
         return PrefillRequest(
             attempt=self.id,
             token_ids=request.tokens[:-1],
+            last_token_id=request.tokens[-1],
             start=len(self.prefix),
             destination=destination,
             extents=tuple((extent.start, extent.length) for extent in self.slots.extents),
             hisparse=True,
             cache_salt=request.generate.cache_salt,
-            prompt_logprobs=request.generate.prompt_logprobs if asks_logprobs else None,
-            last_token_id=request.tokens[-1] if asks_logprobs else None,
+            prompt_logprobs=None if self.prompt_logprobs is None else request.generate.prompt_logprobs,
             ranks=tuple(rank.boot_id for rank in self.ranks),
         )
 

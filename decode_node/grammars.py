@@ -87,15 +87,17 @@ class Grammars:
         """The request has ended."""
         self._compiling.pop(request.request_id, None)
 
-    def masks(self, requests: Sequence[Request | None]) -> Masks:
-        """Which tokens each request of a step may get next. None: the request has ended, and gets any."""
+    def masks(self, requests: Sequence[Request | None], width: int = 1) -> Masks:
+        """Which tokens each request of a step may get, `width` of them if its drafts are right. None: the request has
+        ended, and gets any."""
         states = [None if request is None else request.grammar for request in requests]
+        drafts = [() if request is None else request.drafts[: width - 1] for request in requests]
         if self._masks is None:
             words = next((state.words for state in states if state is not None), None)
             if words is None:
                 return Masks(None, {})
-            self._masks = MaskWriter(self._max_running, words, self._pinned)
-        return self._masks.write(states)
+            self._masks = MaskWriter(self._max_running * width, words, self._pinned)
+        return self._masks.write(states, drafts, width)
 
     def close(self) -> None:
         """End the threads and processes that compile."""

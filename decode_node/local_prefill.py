@@ -58,12 +58,11 @@ class LocalPrefill:
         request.move(RequestState.LOCAL_PREFILL)
         table = request.logprobs_to_compute()
         job = LocalJob(
-            torch.tensor(request.tokens[:-1]),
+            torch.tensor(request.tokens),
             request,
             on_host,
             table,
             prompt_logprobs=None if table is None else request.generate.prompt_logprobs,
-            last_token=request.tokens[-1],
         )
         self._jobs[request.request_id] = job
         self._prefill.add(job)

@@ -13,7 +13,7 @@ from decode_node.local_prefill import LocalPrefill
 from engine.chunked import ChunkedPrefill
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
-from hisparse.sizing import Sizes, describe, plan_sizes
+from hisparse.sizing import Sizes, describe, plan_sizes, step_window
 from kvcache.host_pool import HostKVPool
 from kvcache.paged_pool import PagedKVPool
 from model.config import ModelSpec
@@ -25,7 +25,9 @@ from transfer.transports import Transports
 log = structlog.get_logger(__name__)
 
 
-def plan_pools(config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec, ranks: Ranks) -> Sizes:
+def plan_pools(
+    config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec, ranks: Ranks, max_drafts: int = 0
+) -> Sizes:
     """Size the tiers and log the sizes. Ranks divide the memory of their host, before any has taken some for pools.
 
     Raises StartupError if the pools do not fit, those of the host's other ranks included.
@@ -54,6 +56,7 @@ def plan_pools(config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec, 
         available_device_bytes=for_pools - for_local_prefill,
         max_device_slots=config.max_device_slots,
         has_prefix_cache=config.enable_prefix_caching,
+        window=step_window(max_drafts),
     )
     _check_host_memory(ranks, sizes, host_bytes)
     for line in describe(sizes):

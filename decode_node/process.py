@@ -15,6 +15,7 @@ from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Limits
 from decode_node.scheduler import Scheduler
 from decode_node.verifier import Verifier
+from engine.draft_policy import StepSize, policy_of
 from engine.grammar.vocabulary import Vocabulary
 from engine.runner import ModelRunner
 from hisparse.config import parse_config
@@ -37,7 +38,7 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
         node = at_end.enter_context(described.start(common_to_ranks(config)))
         shell, ranks, model, transports = node.shell, node.ranks, node.model, node.transports
         coordinator = build_tiers(
-            plan_pools(config, hisparse, spec, ranks),
+            plan_pools(config, hisparse, spec, ranks, described.drafts),
             device,
             verify=config.debug_verify_swap_in,
             shareable=transports.share_memory,
@@ -67,9 +68,10 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
             config.max_running_requests,
             spec.context_length,
             record=device.type == "cuda" and not config.disable_cuda_graph,
+            policy=policy_of(config.speculative_num_steps, described.drafts),
         )
         # What happens at a first use takes longer than a step may.
-        runner.pad(1)
+        runner.pad(StepSize(1, runner.policy.max_width))
         ranks.watch_steps()
         grammars = Grammars(
             lambda: Vocabulary.load(config.model_path, spec.vocab_size, stop_token_ids(config.model_path)),

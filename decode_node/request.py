@@ -61,7 +61,8 @@ _NEXT = {
 class Request:
     """A request and its tokens. The KV of every token but the newest is stored.
 
-    generated: ids of the tokens streamed so far. launched: tokens for which steps were launched, read or not.
+    generated: ids of the tokens streamed so far. launched: the fewest tokens that it has when the steps that were
+    launched are read. drafts: of the tokens after the generated ones, which its next step verifies.
     """
 
     generate: Generate
@@ -76,6 +77,7 @@ class Request:
     host_slots: HostSlots | None = None
     generated: list[int] = field(default_factory=list)
     launched: int = 0
+    drafts: tuple[int, ...] = ()
     last_token_at: float = 0.0
     grammar: GrammarState | None = None
     """Where it is in its grammar, once that is compiled."""

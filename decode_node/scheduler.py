@@ -12,7 +12,7 @@ import structlog
 from base.block_hashes import BLOCK_TOKENS
 from base.metrics import Metrics
 from base.tombstones import Tombstones
-from control.messages import FinishReason, Generate, Peer, Rejected
+from control.messages import FinishReason, Generate, Peer, Rejected, Token
 from decode_node.grammars import Grammars
 from decode_node.local_prefill import LocalPrefill
 from decode_node.outputs import OutputStream
@@ -21,7 +21,7 @@ from decode_node.request import Limits, Request, RequestState, RequestTable
 from decode_node.slots import SlotManager
 from decode_node.stepper import Stepper
 from engine.grammar.errors import GrammarViolation
-from engine.runner import ModelRunner
+from engine.runner import Computed, ModelRunner
 from engine.sampling import NoToken
 from hisparse.coordinator import HiSparseCoordinator
 from ranks.group import Ranks
@@ -214,26 +214,44 @@ class Scheduler:
     def _take_tokens(self) -> bool:
         """Stream the tokens of the step before. Whether there were any."""
         taken = self._steps.take()
-        for request_id, token in taken:
+        for request_id, computed in taken:
             request = self.requests.get(request_id)
             if request is None:
                 # It ended while the step was in flight.
                 continue
-            if isinstance(token, NoToken):
-                self.end(request, "error", f"decode step failed: {token}")
-                continue
-            request.generated.append(token.token_id)
-            if request.grammar is not None:
-                try:
-                    request.grammar.advance(token.token_id)
-                except GrammarViolation as violation:
-                    self.end(request, "error", f"decode step failed: {violation}")
-                    continue
-            reason = request.finish_reason()
-            self.outputs.token(request, token, reason)
-            if reason is not None:
-                self._close(request, reason)
+            self._note_drafts(request, computed)
+            for token in computed.tokens:
+                if not self._take_token(request, token):
+                    break
         return bool(taken)
+
+    def _note_drafts(self, request: Request, computed: Computed) -> None:
+        """Count the drafts that a step verified, and keep those that it made."""
+        if computed.tokens and (drafted := min(len(request.drafts), computed.width - 1)):
+            accepted = len(computed.tokens) - 1
+            self._runner.policy.note_drafts(drafted, accepted)
+            self._metrics.draft_tokens.inc(drafted)
+            self._metrics.accepted_draft_tokens.inc(accepted)
+        request.launched += len(computed.tokens) - 1
+        request.drafts = computed.drafts
+
+    def _take_token(self, request: Request, token: Token | NoToken) -> bool:
+        """Stream a request's next token. Whether it goes on."""
+        if isinstance(token, NoToken):
+            self.end(request, "error", f"decode step failed: {token}")
+            return False
+        request.generated.append(token.token_id)
+        if request.grammar is not None:
+            try:
+                request.grammar.advance(token.token_id)
+            except GrammarViolation as violation:
+                self.end(request, "error", f"decode step failed: {violation}")
+                return False
+        reason = request.finish_reason()
+        self.outputs.token(request, token, reason)
+        if reason is not None:
+            self._close(request, reason)
+        return reason is None
 
     def _step_failed(self, request_ids: Sequence[str], error: Exception) -> None:
         for request_id in request_ids:

@@ -149,9 +149,10 @@ class SlotManager:
         if device.free_slots - device.slots_for(num_tokens) < device.growth_reserve():
             return False
         assert request.host_slots is not None
-        if not self._coordinator.admit_request_direct(request.request_id, request.host_slots, num_tokens):
+        limit = request.most_kv_tokens
+        if not self._coordinator.admit_request_direct(request.request_id, request.host_slots, num_tokens, limit):
             return False
-        request.host_slots = None
+        request.host_slots, request.drafts = None, ()
         return True
 
     def make_room(self) -> list[Request]:
@@ -194,7 +195,7 @@ class SlotManager:
     def _cache(self, request: Request) -> None:
         """Cache the KV of all tokens but the newest, which a step in flight may be writing.
 
-        A step writes its newest token only, and the tokens of a request are taken when their steps are over. So
+        A step writes from its newest token on, and the tokens of a request are taken when their steps are over. So
         whatever is in flight, the KV of the first `kv_tokens` tokens is in host memory and stays as it is.
         """
         if self._prefixes is not None and request.may_be_shared:

@@ -1,5 +1,6 @@
 """Runs decode steps: one is in flight while the next is prepared."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -7,13 +8,12 @@ import numpy as np
 import structlog
 
 from base.metrics import Metrics
-from control.messages import Token
 from decode_node.grammars import Grammars
 from decode_node.request import Request, RequestState
 from engine.adjustments import Ban
+from engine.draft_policy import StepSize
 from engine.grammar.errors import GrammarViolation
-from engine.runner import Batch, LaunchedStep, ModelRunner
-from engine.sampling import NoToken
+from engine.runner import Batch, Computed, LaunchedStep, ModelRunner
 from hisparse.coordinator import HiSparseCoordinator
 from ranks.barrier import GroupFailed
 from ranks.group import Ranks
@@ -49,6 +49,8 @@ class Stepper:
         """Those of that step, entry by entry."""
         self._in_flight: LaunchedStep | None = None
         """The step whose tokens are being sampled and were not taken yet."""
+        self._taken_at: float | None = None
+        """When the tokens of the last step came (time.perf_counter), if another one was in flight by then."""
         self._stepped: set[str] = set()
         """Ids of requests that were in a step since `take_stepped`."""
 
@@ -62,34 +64,40 @@ class Stepper:
 
         All ranks of the node launch one, if any has requests. Raises GroupFailed where that is not possible.
         """
-        padded = self._ranks.barrier.wait(len(requests))
+        wanted = StepSize(len(requests), self._runner.policy.choose(len(requests)) if requests else 1)
+        size = StepSize.unpack(self._ranks.barrier.wait(wanted.packed))
         if not requests:
-            if padded:
+            if size.batch:
                 # Take part in a step of the other ranks.
                 with self._in_group():
-                    self._runner.pad(padded)
+                    self._runner.pad(size)
             return
         ids = tuple(request.request_id for request in requests)
         batch = Batch(
             request_ids=ids,
-            places=self._coordinator.begin_step(ids),
+            places=self._coordinator.begin_step(ids, size.width),
             sampling=tuple(request.generate.sampling for request in requests),
-            uniforms=np.array([request.random.number(request.launched) for request in requests]),
         )
         for request in requests:
             request.launched += 1
         self._metrics.decode_batch_size.observe(len(requests))
         self._stepped.update(ids)
         with self._guarded(batch), self._in_group():
-            self._launched = self._runner.launch(batch, padded)
+            self._launched = self._runner.launch(batch, size.batch)
             self._requests = tuple(requests)
 
-    def take(self) -> list[tuple[str, Token | NoToken]]:
-        """Wait for the tokens of the step in flight, with the ids of their requests."""
+    def take(self) -> list[tuple[str, Computed]]:
+        """Wait for what the step in flight has computed, with the ids of its requests."""
         step, self._in_flight = self._in_flight, None
+        before, self._taken_at = self._taken_at, None
         if step is not None:
             with self._guarded(step.batch):
-                return list(zip(step.batch.request_ids, self._runner.collect(step), strict=True))
+                computed = self._runner.collect(step)
+                self._taken_at = time.perf_counter()
+                if before is not None:
+                    # The device computed it meanwhile, and nothing else.
+                    self._runner.policy.note_time(step.size, self._taken_at - before)
+                return list(zip(step.batch.request_ids, computed, strict=True))
         return []
 
     def sample(self) -> None:
@@ -102,17 +110,28 @@ class Stepper:
         if step is None:
             return
         with self._guarded(step.batch):
+            width = step.batch.places.width
             alive = [request if request.state is not RequestState.FINISHED else None for request in self._requests]
-            masks = self._grammars.masks(alive)
+            masks = self._grammars.masks(alive, width)
             for entry, reason in masks.failed.items():
                 self._on_failure([step.batch.request_ids[entry]], GrammarViolation(reason))
             bans = [
-                Ban(entry, token_ids)
+                Ban(entry * width + place, token_ids)
                 for entry, request in enumerate(self._requests)
-                if request.adjusts and len(token_ids := request.banned_tokens.after(request.generated))
+                if request.adjusts
+                for place in range(min(width, 1 + len(request.drafts)))
+                if len(token_ids := request.banned_tokens.after(request.generated, request.drafts[:place]))
             ]
-            self._runner.sample(step, bans, masks.words)
-            self._in_flight = step
+            uniforms = [
+                [request.random.number(len(request.generated) + place) for place in range(width)]
+                for request in self._requests
+            ]
+            # Their rows and slots may have other owners from the next turn on.
+            ended = [i for i, request in enumerate(self._requests) if request.state is RequestState.FINISHED]
+            self._runner.sample(step, np.array(uniforms), bans, masks.words, ended)
+        # After a failure, too: the other ranks of a group compute it.
+        with self._guarded(step.batch), self._in_group():
+            self._in_flight = step if self._runner.draft(step) else None
 
     def take_stepped(self) -> set[str]:
         """Ids of requests that were in a step since the last call. Those in flight are also in the next call's result:

@@ -21,7 +21,8 @@ _NONE: _TokenIds = np.array((), np.int64)
 
 @dataclass(frozen=True, eq=False)
 class Ban:
-    """Tokens that one request of a batch may not get in this step. entry: of the batch. token_ids: int64 [n]."""
+    """Tokens that may not come at one place of a step. entry: b * width + j for token j of request b. token_ids: int64
+    [n]."""
 
     entry: int
     token_ids: _TokenIds
@@ -54,11 +55,14 @@ class BannedTokens:
         self._lengths = {token_id: sorted(found) for token_id, found in lengths.items()}
         """The lengths of prefixes, by the token at their end."""
 
-    def after(self, generated: Sequence[int]) -> _TokenIds:
-        """Tokens that may not follow the generated ones, int64 [n], repetitions included."""
-        banned = [self._stops] if len(generated) < self._min_tokens else []
-        for length in self._lengths.get(generated[-1], ()) if generated else ():
-            if length <= len(generated) and (found := self._last_tokens.get(tuple(generated[-length:]))) is not None:
+    def after(self, generated: Sequence[int], drafts: Sequence[int] = ()) -> _TokenIds:
+        """Tokens that may not follow the generated ones and these drafts, int64 [n], repetitions included."""
+        total = len(generated) + len(drafts)
+        banned = [self._stops] if total < self._min_tokens else []
+        newest = drafts[-1:] or generated[-1:]
+        for length in self._lengths.get(newest[0], ()) if total else ():
+            end = (*generated[len(generated) - max(0, length - len(drafts)) :], *drafts[-length:])
+            if length <= total and (found := self._last_tokens.get(end)) is not None:
                 banned.append(found)
         return np.concatenate(banned) if banned else _NONE
 
@@ -94,13 +98,25 @@ class LogitAdjustments:
             self._in_use.add(row)
             self._fill(tables, row, sampling, prompt_ids, generated)
 
-    def apply(self, logits: torch.Tensor, rows: torch.Tensor, bans: Sequence[Ban]) -> torch.Tensor:
-        """A changed copy of logits, float32 [n, vocab]; -inf for a token that may not come.
+    def apply(
+        self, logits: torch.Tensor, rows: torch.Tensor, bans: Sequence[Ban], drafts: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """A changed copy of logits, float32 [batch * width, vocab]; -inf for a token that may not come.
 
-        Only for a batch with a request that `adjusts`. rows: int64 [n] on the device.
+        Only for a batch with a request that `adjusts`. rows: int64 [batch] on the device. drafts: int64 [batch, width -
+        1], of each request, which its places after the first follow; None if the width is 1.
         """
         tables = self._tables
         assert tables is not None, "a request that needs it was admitted"
+        width = len(logits) // len(rows)
+        counts = tables.counts[rows].repeat_interleave(width, 0)
+        for place in range(1, width):
+            assert drafts is not None, "of every place after the first"
+            # All places from this one on follow this draft.
+            for later in range(place, width):
+                draft = drafts[:, place - 1, None]
+                counts[later::width].scatter_add_(1, draft, torch.ones_like(draft, dtype=counts.dtype))
+        rows = rows.repeat_interleave(width)
         changed = logits + tables.bias[rows]
         if bans:
             entries = np.repeat([ban.entry for ban in bans], [len(ban.token_ids) for ban in bans])
@@ -108,7 +124,6 @@ class LogitAdjustments:
             entry, token_id = self._uploaded([entries, token_ids])
             changed[entry, token_id] = _NEVER
         frequency, presence, repetition = tables.penalties[rows].float().T.unsqueeze(2)
-        counts = tables.counts[rows]
         came = counts > 0
         repeated = came | tables.in_prompt[rows]
         changed = torch.where(repeated, torch.where(changed > 0, changed / repetition, changed * repetition), changed)

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -17,18 +17,17 @@ from transfer.planner import Int64s
 
 @dataclass(eq=False)
 class PrefillJob:
-    """The tokens of a prompt whose KV is to be computed: all but the last, which a decode step computes.
+    """A prompt. The KV of all its tokens but the last, which a decode step computes, is to be computed: `token_ids`.
 
-    token_ids: int64, in host memory. salt: jobs with different ones share no cached KV. prompt_logprobs: log
-    probabilities of the tokens are asked for, with so many alternatives each; then every token is computed, whatever is
-    cached, and last_token is the prompt's last token. computed: how many tokens have KV in the pool. cached: how many
-    of these had it when the job came to them. lease, pages, cache: set from the job's start until it is released.
+    prompt: int64, in host memory. salt: jobs with different ones share no cached KV. prompt_logprobs: log probabilities
+    of the tokens are asked for, with so many alternatives each; then every token is computed, whatever is cached.
+    computed: how many tokens have KV in the pool. cached: how many of these had it when the job came to them. lease,
+    pages, cache: set from the job's start until it is released.
     """
 
-    token_ids: torch.Tensor
+    prompt: torch.Tensor
     salt: str = field(default="", init=False)
     prompt_logprobs: int | None = field(default=None, kw_only=True)
-    last_token: int | None = field(default=None, kw_only=True)
     computed: int = field(default=0, init=False)
     cached: int = field(default=0, init=False)
     lease: PageLease | None = field(default=None, init=False, repr=False)
@@ -46,32 +45,24 @@ class PrefillJob:
         return self.prompt_logprobs is None
 
     @property
+    def token_ids(self) -> torch.Tensor:
+        return self.prompt[:-1]
+
+    @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.prompt) - 1
 
     @property
     def remaining(self) -> int:
         return self.num_tokens - self.computed
 
-    def wanted_logprobs(self, chunk: PrefillChunk) -> "WantedLogprobs | None":
-        """What a job that asks for log probabilities asks of a chunk: they are those of the tokens after its own."""
-        if self.prompt_logprobs is None:
-            return None
-        next_ids = self.token_ids[chunk.start + 1 : chunk.stop + 1]
-        if chunk.stop == self.num_tokens:
-            assert self.last_token is not None, "a prompt with log probabilities names its last token"
-            next_ids = torch.cat((next_ids, torch.tensor([self.last_token])))
-        return WantedLogprobs(next_ids, self.prompt_logprobs)
+    def next_chunk(self, length: int) -> PrefillChunk:
+        """The first `length` tokens that are not computed."""
+        assert self.cache is not None, "it has started"
+        return PrefillChunk.of(self.prompt, self.computed, self.computed + length, self.cache)
 
 
 JobT = TypeVar("JobT", bound=PrefillJob)
-
-
-class WantedLogprobs(NamedTuple):
-    """next_ids: int64, the token after each of a chunk. alternatives: how many are asked for in addition to each."""
-
-    next_ids: torch.Tensor
-    alternatives: int
 
 
 @dataclass(frozen=True)
@@ -82,7 +73,7 @@ class PrefillStep(Generic[JobT]):
 
     def compute(self, model: SparseModel) -> dict[JobT, QueuedLogprobs]:
         """Queue the forward pass. Returns the log probabilities that its jobs ask for."""
-        wanted = [job.wanted_logprobs(chunk) for job, chunk in self.chunks]
+        wanted = [job.prompt_logprobs for job, _ in self.chunks]
         queued = compute_chunks(model, [chunk for _, chunk in self.chunks], wanted)
         return {self.chunks[number][0]: found for number, found in queued.items()}
 
@@ -183,11 +174,9 @@ class ChunkedPrefill(Generic[JobT]):
             if not job.remaining:
                 self._running.remove(job)
                 continue
-            assert job.cache is not None
             length = min(budget, job.remaining)
             budget -= length
-            ids = job.token_ids[job.computed : job.computed + length]
-            taken.append((job, PrefillChunk(ids, job.computed, job.num_tokens + 1, job.cache)))
+            taken.append((job, job.next_chunk(length)))
         return PrefillStep(taken) if taken else None
 
     def complete(self, step: PrefillStep[JobT], without: Set[JobT] = frozenset()) -> None:
@@ -211,20 +200,21 @@ class ChunkedPrefill(Generic[JobT]):
 def compute_chunks(
     model: SparseModel,
     chunks: Sequence[PrefillChunk],
-    wanted: Sequence[WantedLogprobs | None],
+    wanted: Sequence[int | None],
     on_layer: Callable[[int], None] = lambda _: None,
 ) -> dict[int, QueuedLogprobs]:
     """Queue a forward pass. Returns the log probabilities that are wanted, by the number of the chunk.
 
+    wanted: of each chunk, how many alternatives to each of the tokens after its own; None for no log probabilities.
     on_layer: called when the kernels that write a layer's KV are queued, and before any that read that layer's KV of
     earlier positions: it may wait for those.
     """
-    if not any(wanted):
+    if all(alternatives is None for alternatives in wanted):
         model.prefill(chunks, on_layer)
         return {}
     hidden = torch.split(model.prefill_hidden(chunks, on_layer), [len(chunk.token_ids) for chunk in chunks])
     return {
-        number: QueuedLogprobs.of(chunk.start + 1, model.logprobs(states, *asked))
-        for number, (chunk, states, asked) in enumerate(zip(chunks, hidden, wanted, strict=True))
-        if asked is not None
+        number: QueuedLogprobs.of(chunk.start + 1, model.logprobs(states, chunk.next_ids, alternatives))
+        for number, (chunk, states, alternatives) in enumerate(zip(chunks, hidden, wanted, strict=True))
+        if alternatives is not None
     }

@@ -1,15 +1,17 @@
 """Decode steps as CUDA graphs: recorded at start for a ladder of batch and context sizes, then replayed."""
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import structlog
 import torch
 
 from base.errors import StartupError
 from base.memory import human
-from hisparse.coordinator import HiSparseCoordinator
+from engine.passes import StepPasses
 from hisparse.step import DecodeStep
-from model.sparse_model import SparseModel
 
 log = structlog.get_logger(__name__)
 
@@ -19,93 +21,109 @@ _CONTEXT_RATIO = 4
 """A sequence is scored over at most this many times its length."""
 
 
-class StepGraphs:
-    """Replays the smallest recorded step that has room for the batch and for its longest sequence.
+class _Size(NamedTuple):
+    """The sizes that a step is recorded for: requests, tokens of the longest sequence, and tokens of each request."""
 
-    Everything that differs between steps is in the tensors that the step was recorded with; the graph looks up where
-    tokens lie. Entries that a batch does not fill are padding. All graphs share one pool of memory, since only one runs
-    at a time.
+    batch: int
+    context: int
+    width: int
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """A graph, and the step whose tensors it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    step: DecodeStep
+
+
+class StepGraphs:
+    """Replays the smallest recorded passes that have room for the batch and for its longest sequence.
+
+    Everything that differs between steps is in the tensors of `StepPasses`; the graph looks up where tokens lie.
+    Entries that a batch does not fill are padding. All graphs share one pool of memory, since only one runs at a time.
     """
 
     def __init__(
         self,
-        model: SparseModel,
-        coordinator: HiSparseCoordinator,
-        next_tokens: torch.Tensor,
-        rows: torch.Tensor,
-        newest: torch.Tensor,
+        passes: StepPasses,
+        max_running: int,
         context_length: int,
+        widths: Callable[[int], tuple[int, ...]],
     ) -> None:
-        """next_tokens: int64 [rows of the device tables], the token that each computes next. rows, newest: int64
-        [largest batch], below 0 for padding. Raises StartupError if a step cannot be recorded."""
-        self._model = model
-        self._coordinator = coordinator
-        self._next_tokens = next_tokens
-        self._rows, self._newest = rows, newest
-        self._logits = torch.empty(len(rows), model.spec.vocab_size, device=model.device)
-        self._batches = batch_ladder(len(rows))
+        """widths: of steps, by the size of the batch. Raises StartupError if a pass cannot be recorded."""
+        self._passes = passes
+        self._batches = batch_ladder(max_running)
         self._contexts = context_ladder(context_length)
         self._pool = torch.cuda.graph_pool_handle()
-        self._recorded: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, DecodeStep]] = {}
-        """By batch and context: a graph, and the step whose tensors it reads and writes."""
-        free, _ = torch.cuda.mem_get_info(model.device)
+        self._recorded: dict[_Size, tuple[_Recording, ...]] = {}
+        device = passes.model.device
+        free, _ = torch.cuda.mem_get_info(device)
         # The largest first: the others find their memory in what it leaves.
-        for context in reversed(self._contexts):
-            for batch in reversed(self._batches):
-                self._record(batch, context)
-        left, _ = torch.cuda.mem_get_info(model.device)
+        sizes = [
+            _Size(batch, context, width)
+            for context in reversed(self._contexts)
+            for batch in reversed(self._batches)
+            for width in reversed(widths(batch))
+        ]
+        for size in sizes:
+            self._record(size, of=len(sizes))
+        left, _ = torch.cuda.mem_get_info(device)
         log.info("sized", what=f"recorded decode steps: {len(self._recorded)}, {human(max(0, free - left))}")
 
-    def replay(self, batch: int, longest: int) -> torch.Tensor:
-        """Queue a step of `batch` requests, the longest of which has `longest` tokens, the newest included.
+    def verify(self, batch: int, longest: int, width: int) -> None:
+        """`StepPasses.verify` of `batch` requests, the longest of which may come to have `longest` tokens."""
+        self._replay(0, batch, longest, width)
 
-        Returns float32 logits [batch, vocab], which the next replay overwrites.
-        """
-        size = next(size for size in self._batches if batch <= size)
-        context = next(size for size in self._contexts if longest <= size)
-        graph, step = self._recorded[size, context]
-        graph.replay()
-        step.verify()
-        return self._logits[:batch]
+    def draft(self, batch: int, longest: int, width: int) -> None:
+        """`StepPasses.draft` of the step that `verify` began with the same arguments."""
+        self._replay(1, batch, longest, width)
 
     def close(self) -> None:
         """Give the recorded steps back: NCCL does not disconnect while one that uses it is left."""
-        for graph, _ in self._recorded.values():
-            graph.reset()
+        for recordings in self._recorded.values():
+            for recording in recordings:
+                recording.graph.reset()
         self._recorded.clear()
 
+    def _replay(self, number: int, batch: int, longest: int, width: int) -> None:
+        size = next(size for size in self._batches if batch <= size)
+        context = next(size for size in self._contexts if longest <= size)
+        recording = self._recorded[_Size(size, context, width)][number]
+        recording.graph.replay()
+        recording.step.verify()
+
     @torch.inference_mode()
-    def _record(self, batch: int, context: int) -> None:
-        """Record a step of padding."""
+    def _record(self, size: _Size, of: int) -> None:
+        """Record the passes of a step of padding."""
         started = time.monotonic()
-        graph = torch.cuda.CUDAGraph()
+        passes = self._passes
         try:
-            # Once without recording: a first use loads kernels, which is not possible while recording.
-            self._compute(batch, context)
-            # thread_local: other threads of the process may go on using the device.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                step = self._compute(batch, context)
+            recordings = [self._recording(lambda: passes.verify(*size))]
+            if passes.drafts:
+                recordings.append(self._recording(lambda: passes.draft(*size)))
         except RuntimeError as error:
             raise StartupError(
-                f"a decode step of {batch} requests and {context} tokens cannot be recorded as a CUDA graph "
+                f"a decode step of {size.batch} requests and {size.context} tokens cannot be recorded as a CUDA graph "
                 f"({str(error).splitlines()[0]}): give --disable-cuda-graph"
             ) from error
-        self._recorded[batch, context] = graph, step
+        self._recorded[size] = tuple(recordings)
         log.info(
             "recorded a decode step",
-            batch=batch,
-            context=context,
-            done=f"{len(self._recorded)}/{len(self._batches) * len(self._contexts)}",
+            batch=size.batch,
+            context=size.context,
+            done=f"{len(self._recorded)}/{of}",
             seconds=round(time.monotonic() - started, 2),
         )
 
-    def _compute(self, batch: int, context: int) -> DecodeStep:
-        rows, newest = self._rows[:batch], self._newest[:batch]
-        step = self._coordinator.cache(rows, newest, context)
-        token_ids = self._next_tokens[rows.clamp(min=0)]
-        self._logits[:batch] = self._model.decode(token_ids, newest.clamp(min=0), step)
-        step.finish()
-        return step
+    def _recording(self, queue: Callable[[], DecodeStep]) -> _Recording:
+        # Once without recording: a first use loads kernels, which is not possible while recording.
+        queue()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads of the process may go on using the device.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            step = queue()
+        return _Recording(graph, step)
 
 
 def batch_ladder(largest: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,9 @@ import torch
 from control.messages import Sampling, Token
 from engine.adjustments import Ban, LogitAdjustments
 from engine.device import Download, check_device
+from engine.draft_policy import DraftPolicy, StepSize
 from engine.graphs import StepGraphs
+from engine.passes import StepPasses
 from engine.sampling import NoToken, SamplingNeeds, Settings, draw, settings_of, tokens_of
 from hisparse.coordinator import HiSparseCoordinator, StepPlaces
 from hisparse.device_pool import upload
@@ -19,21 +22,17 @@ from model.sparse_model import SparseModel
 
 log = structlog.get_logger(__name__)
 
-_NO_TOKEN = 0
-"""The token id of padding: any id that has an embedding."""
-
 
 @dataclass(frozen=True)
 class Batch:
     """The requests of one step; entry i of every field is the same request.
 
-    places: of `HiSparseCoordinator.begin_step`. uniforms: float64 [n] in [0, 1), the random number of each next token.
+    places: of `HiSparseCoordinator.begin_step`.
     """
 
     request_ids: tuple[str, ...]
     places: StepPlaces
     sampling: tuple[Sampling, ...]
-    uniforms: npt.NDArray[np.float64]
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -41,21 +40,47 @@ class Batch:
 
 @dataclass(eq=False)
 class LaunchedStep:
-    """A step whose forward pass is queued. drawn: the copy of its tokens to the host, once sampling is queued too."""
+    """A step whose first forward pass is queued.
+
+    logits: float32 [batch * width, vocab], which the next step overwrites. padded: its size, padding included. drawn:
+    what `draw` returned, once sampling is queued too. computed: the copy of tokens, their numbers and drafts to the
+    host, once the second pass is queued.
+    """
 
     batch: Batch
     logits: torch.Tensor
-    drawn: Download | None = None
+    padded: int
+    drawn: torch.Tensor | None = None
+    computed: Download | None = None
+
+    @property
+    def size(self) -> StepSize:
+        """What decides how long it takes."""
+        return StepSize(self.padded, self.batch.places.width)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a step gave a request: its next tokens, at most `width`, and drafts of those after them.
+
+    After a NoToken there is none. There may be no token at all, if the step came to the end of what the request may
+    get.
+    """
+
+    tokens: tuple[Token | NoToken, ...]
+    width: int
+    drafts: tuple[int, ...] = ()
 
 
 class ModelRunner:
     """Runs the steps of a decode node. Only `collect` waits for the device.
 
-    A step takes three calls: `launch` queues its forward pass, `sample` the drawing of its tokens, `collect` waits for
-    the tokens. To keep the device busy: launch(n + 1), collect(n), sample(n + 1).
+    A step takes four calls: `launch` queues its forward pass, `sample` the drawing of its tokens, `draft` the drafts of
+    the tokens after them, `collect` waits for all of these. To keep the device busy: launch(n + 1), collect(n),
+    sample(n + 1), draft(n + 1).
 
-    Device state, by row: the token that is computed next, which sampling writes, sampling settings, and what changes
-    logits. A request that ended in step n is still in step n + 1; the device reuses its row only after that step.
+    Device state, by row: that of `StepPasses`, sampling settings, and what changes logits. A request that ended in step
+    n is still in step n + 1; the device reuses its row only after that step.
 
     One thread uses it, with its device as the current one.
     """
@@ -67,20 +92,19 @@ class ModelRunner:
         max_running: int,
         context_length: int,
         record: bool,
+        policy: DraftPolicy | None = None,
     ) -> None:
-        """record: replay recorded steps (CUDA graphs). Raises StartupError where steps cannot be recorded."""
+        """record: replay recorded steps (CUDA graphs). policy: which widths steps have; None for a model that does not
+        draft. Raises StartupError where steps cannot be recorded."""
         device = model.device
         self._model = model
         self._coordinator = coordinator
-        self._next_tokens = torch.full((max_running,), _NO_TOKEN, dtype=torch.int64, device=device)
-        self._settings = torch.zeros((max_running, len(Settings._fields)), dtype=torch.float64, device=device)
+        self.policy = policy or DraftPolicy(0)
+        self.passes = StepPasses(model, coordinator, max_running, self.policy.max_width - 1)
+        greedy = torch.tensor(settings_of(Sampling(temperature=0), model.spec.vocab_size), dtype=torch.float64)
+        self._settings = greedy.repeat(max_running, 1).to(device)
         self._adjustments = LogitAdjustments(max_running, model.spec.vocab_size, device)
-        self._inputs = torch.full((3, max_running), -1, dtype=torch.int64, device=device)
-        """Rows, newest positions, and the bits of random numbers; -1 for padding."""
-        self._graphs: StepGraphs | None = None
-        if record:
-            rows, newest, _ = self._inputs
-            self._graphs = StepGraphs(model, coordinator, self._next_tokens, rows, newest, context_length)
+        self._graphs = StepGraphs(self.passes, max_running, context_length, self.policy.widths) if record else None
 
     def close(self) -> None:
         """Give the recorded steps back. No step follows."""
@@ -89,62 +113,96 @@ class ModelRunner:
 
     def admit(self, request_id: str, prompt_ids: Sequence[int], generated: Sequence[int], sampling: Sampling) -> None:
         """Set up the row of a request that was just admitted. The newest of its tokens is computed next."""
-        row = self._coordinator.row(request_id)
-        upload([generated[-1] if generated else prompt_ids[-1]], self._next_tokens[row : row + 1])
+        row, passes = self._coordinator.row(request_id), self.passes
+        upload([generated[-1] if generated else prompt_ids[-1]], passes.tokens[row, :1])
+        upload([self._coordinator.num_tokens(request_id)], passes.positions[row : row + 1])
+        passes.num_drafts[row] = 0
         upload(np.array(settings_of(sampling, self._model.spec.vocab_size)), self._settings[row])
         self._adjustments.admit(row, sampling, prompt_ids, generated)
 
     @torch.inference_mode()
     def launch(self, batch: Batch, padded: int | None = None) -> LaunchedStep:
-        """Queue the forward pass of a step that the coordinator has begun, and the copy of its new KV to the host.
+        """Queue the forward pass of a step that the coordinator has begun.
 
         padded: size of the step, padding included; default: that of the batch.
         """
-        inputs = np.full(self._inputs.shape, -1, dtype=np.int64)
-        inputs[:, : len(batch)] = batch.places.rows, batch.places.newest, batch.uniforms.view(np.int64)
-        return LaunchedStep(batch, self._forward(inputs, padded or len(batch))[: len(batch)])
+        places, padded = batch.places, padded or len(batch)
+        self._upload(batch)
+        self._verify(padded, places.longest, places.width)
+        return LaunchedStep(batch, self.passes.logits[: len(batch) * places.width], padded)
 
     @torch.inference_mode()
-    def pad(self, padded: int) -> None:
-        """Queue the forward pass of a step of padding only, for a rank without requests."""
-        self._forward(np.full(self._inputs.shape, -1, dtype=np.int64), padded)
-
-    def _forward(self, inputs: npt.NDArray[np.int64], size: int) -> torch.Tensor:
-        """The logits of a step of `size` requests, padding included."""
-        upload(inputs, self._inputs)
-        longest = max(1, int(inputs[1].max()) + 1)
-        if self._graphs is not None:
-            return self._graphs.replay(size, longest)
-        rows, newest = self._inputs[0, :size], self._inputs[1, :size]
-        step = self._coordinator.cache(rows, newest, longest, lengths=tuple((inputs[1, :size] + 1).tolist()))
-        logits = self._model.decode(self._next_tokens[rows.clamp(min=0)], newest.clamp(min=0), step)
-        step.finish()
-        step.verify()
-        return logits
+    def pad(self, size: StepSize) -> None:
+        """Queue the passes of a step of padding only, for a rank without requests."""
+        self.passes.inputs.fill_(-1)
+        self._verify(size.batch, 1, size.width)
+        self._draft(size.batch, 1, size.width)
 
     @torch.inference_mode()
-    def sample(self, step: LaunchedStep, bans: Sequence[Ban] = (), masks: torch.Tensor | None = None) -> None:
+    def sample(
+        self,
+        step: LaunchedStep,
+        uniforms: npt.NDArray[np.float64],
+        bans: Sequence[Ban] = (),
+        masks: torch.Tensor | None = None,
+        ended: Sequence[int] = (),
+    ) -> None:
         """Queue the drawing of a step's tokens, which are the input of each request's next step.
 
-        bans: tokens that requests may not get now. masks: of the batch, int32 [batch, ceil(vocab / 32)], see
-        `engine.grammar.masks`, in pinned memory for a CUDA device; None: all tokens. They may change after `collect`.
+        uniforms: in [0, 1), [batch, width], the random numbers of each request's next tokens. bans: tokens that
+        requests may not get now. masks: int32 [batch * width, ceil(vocab / 32)], see `engine.grammar.masks`, in pinned
+        memory for a CUDA device; None: all tokens. They may change after `collect`. Entry b * width + j is of token j
+        of request b. ended: requests, by index, that have left the coordinator since `launch`: they are padding from
+        now on.
         """
-        rows, _, uniforms = self._inputs[:, : len(step.batch)]
-        needs = SamplingNeeds.of(step.batch.sampling)
-        changed = self._adjustments.apply(step.logits, rows, bans) if needs.adjusted else step.logits
-        drawn = draw(step.logits, self._settings[rows].T, uniforms.view(torch.float64), needs, changed, masks)
-        token_ids = drawn[:, 0].long()
+        batch, width, passes = step.batch, step.batch.places.width, self.passes
+        if ended and passes.drafts:
+            self._upload(batch, ended)
+        rows = passes.inputs[0, : len(batch)].clamp(min=0)
+        drafts = passes.tokens[rows, 1:width]
+        repeated = rows.repeat_interleave(width)
+        numbers = upload(uniforms.ravel(), torch.empty(uniforms.size, dtype=torch.float64, device=rows.device))
+        needs = SamplingNeeds.of(batch.sampling)
+        changed = self._adjustments.apply(step.logits, rows, bans, drafts) if needs.adjusted else step.logits
+        drawn = draw(step.logits, self._settings[repeated].T, numbers, needs, changed, masks)
+        final = passes.accept(len(batch), width, drawn[:, 0].long())
         if needs.adjusted:
-            self._adjustments.count(rows, token_ids)
-        self._next_tokens[rows] = token_ids.clamp(min=_NO_TOKEN)
-        step.drawn = Download(drawn)
+            self._adjustments.count(repeated, final)
+        step.drawn = drawn
 
-    def collect(self, step: LaunchedStep) -> list[Token | NoToken]:
+    @torch.inference_mode()
+    def draft(self, step: LaunchedStep) -> bool:
+        """Queue the drafts of the tokens after those of a step, and the copy of its new KV to the host.
+
+        False if the step was not sampled: then it only computes what other ranks of a group compute with it.
+        """
+        batch, width, passes = step.batch, step.batch.places.width, self.passes
+        if step.drawn is None:
+            # Its requests have ended.
+            passes.inputs.fill_(-1)
+        self._draft(step.padded, batch.places.longest, width)
+        if step.drawn is None:
+            return False
+        rows = passes.inputs[0, : len(batch)].clamp(min=0)
+        columns = step.drawn.view(len(batch), -1), passes.counts[: len(batch), None], passes.tokens[rows, 1:width]
+        step.computed = Download(torch.cat([column.double() for column in columns], dim=1))
+        return True
+
+    def collect(self, step: LaunchedStep) -> list[Computed]:
         """Wait for the tokens of a sampled step, request by request."""
-        assert step.drawn is not None, "a step is collected after it was sampled"
-        drawn = step.drawn.wait()
-        self._coordinator.step_over(step.batch.places.number)
-        return tokens_of(drawn, step.batch.sampling)
+        assert step.computed is not None, "a step is collected after it was sampled"
+        batch, width = step.batch, step.batch.places.width
+        found = step.computed.wait()
+        drawn, counted, drafted = found.tensor_split((found.shape[1] - width, found.shape[1] - width + 1), dim=1)
+        counts = counted.flatten().int().tolist()
+        self._coordinator.step_over(batch.places, dict(zip(batch.request_ids, counts, strict=True)))
+        final = (torch.arange(width) < counted).flatten()
+        requests = [sampling for sampling, count in zip(batch.sampling, counts, strict=True) for _ in range(count)]
+        tokens = iter(tokens_of(drawn.reshape(len(final), -1)[final], requests))
+        return [
+            Computed(tuple(islice(tokens, count)), width, tuple(drafts))
+            for count, drafts in zip(counts, drafted.int().tolist(), strict=True)
+        ]
 
     def check_device(self) -> None:
         """After an error outside of a step: raise DeviceFailed if the device does not work any more."""
@@ -153,4 +211,25 @@ class ModelRunner:
     def give_up(self, batch: Batch) -> None:
         """Wait for what was queued of a failed step, and count it as over. Raises DeviceFailed."""
         check_device(self._model.device)
-        self._coordinator.step_over(batch.places.number)
+        self._coordinator.step_over(batch.places)
+
+    def _upload(self, batch: Batch, ended: Sequence[int] = ()) -> None:
+        """Tell the device the rows of a step and where they end, and that all others are padding."""
+        inputs = np.full(self.passes.inputs.shape, -1, dtype=np.int64)
+        inputs[:, : len(batch)] = batch.places.rows, batch.places.ends
+        inputs[:, list(ended)] = -1
+        upload(inputs, self.passes.inputs)
+
+    def _verify(self, batch: int, longest: int, width: int) -> None:
+        if self._graphs is not None:
+            self._graphs.verify(batch, longest, width)
+        else:
+            self.passes.verify(batch, longest, width).verify()
+
+    def _draft(self, batch: int, longest: int, width: int) -> None:
+        if not self.passes.drafts:
+            return
+        if self._graphs is not None:
+            self._graphs.draft(batch, longest, width)
+        else:
+            self.passes.draft(batch, longest, width).verify()

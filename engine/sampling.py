@@ -194,7 +194,7 @@ _CACHED_LOGITS = 2**17
 
 
 def tokens_of(drawn: torch.Tensor, requests: Sequence[Sampling]) -> list[Token | NoToken]:
-    """The tokens that `draw` returned, on the host by now."""
+    """The tokens that `draw` returned, on the host by now. requests: the one of each token."""
     return [_token(row, sampling.top_logprobs) for row, sampling in zip(drawn.tolist(), requests, strict=True)]
 
 

@@ -17,7 +17,7 @@ DEFAULT_HOST_TO_DEVICE_RATIO = 8.0
 class HiSparseConfig:
     """How to size the KV tiers. Exactly one of host_to_device_ratio and host_pool_gib is set.
 
-    device_buffer_size: hot slots of a request, without the extra one for its newest token. top_k: positions that a
+    device_buffer_size: hot slots of a request, without the extra ones for the tokens of a step. top_k: positions that a
     layer selects. host_to_device_ratio: host slots / hot slots. host_pool_gib: size of the host pool in GiB.
     swap_in_block_size: threads per block of the CUDA swap-in kernel; None: the backend chooses.
     """

@@ -1,7 +1,7 @@
 """Owner of the requests in the KV tiers of a decode node, and of everything that they hold there."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -12,7 +12,7 @@ import torch
 
 from hisparse.staging import CopyStream, StagingArea
 from hisparse.step import DecodeStep, StepError
-from hisparse.swap_in import StagedKV, SwapInBackend, SwapInCounters
+from hisparse.swap_in import Span, StagedKV, SwapInBackend, SwapInCounters
 from kvcache.extents import HostSlots, SlotAccountingError
 
 log = structlog.get_logger(__name__)
@@ -34,25 +34,43 @@ class Tier(Enum):
 
 @dataclass(frozen=True)
 class StepPlaces:
-    """Where the tokens of one step go. number: of the step, from 1.
+    """Where the tokens of one step go. number: of the step, from 1. width: tokens of each request that it computes at
+    most. longest: tokens that the longest sequence of the step may come to have.
 
-    int64 [batch] on the host: rows, of the device tables, and newest, the position of the token that each row computes.
+    int64 [batch] on the host: rows, of the device tables; ends, the positions before which each row may compute tokens;
+    most, the tokens that the step gives each row at most.
     """
 
     number: int
+    width: int
+    longest: int
     rows: npt.NDArray[np.int64]
-    newest: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    most: npt.NDArray[np.int64]
 
 
 @dataclass(eq=False)
 class _RunningRequest:
-    """num_tokens: tokens whose KV is on the host when the steps that were begun are over. room: for how many tokens it
-    has host slots, index pages and hot slots."""
+    """num_tokens: tokens whose KV is on the host, by the steps that were read. unread: tokens that other steps, which
+    were begun, give it at most. room: for how many tokens it has host slots, index pages and hot slots. limit: tokens
+    that it may ever have there."""
 
     row: int
     host_slots: HostSlots
     num_tokens: int
+    limit: int
     room: int
+    unread: int = 0
+
+    @property
+    def reached(self) -> int:
+        """How many tokens it has at most when the steps that were begun are over."""
+        return self.num_tokens + self.unread
+
+    @property
+    def end(self) -> int:
+        """The position before which its next step may compute tokens."""
+        return min(self.room, self.limit)
 
 
 class HiSparseCoordinator:
@@ -66,7 +84,8 @@ class HiSparseCoordinator:
     coordinator owns them.
 
     Invariants:
-    1. A position older than the newest has a complete host copy, so evicting it loses nothing.
+    1. A position older than the newest has a complete host copy, so evicting it loses nothing. Only the device knows
+       how many drafts of a step were accepted, and so which position is the newest, until the step is read.
     2. After swap-in, the bytes at every returned slot are the host copy's, or the slot is the newest token's.
     3. A hit is not evicted in the step that hit it, and a row's slots are used by no other row.
     4. Host slots, staged pages, rows, hot slots and index pages have one owner and are released once.
@@ -82,6 +101,7 @@ class HiSparseCoordinator:
     def __init__(self, backend: SwapInBackend, copy_stream: CopyStream, verify: bool = False) -> None:
         self.host = backend.host
         self.device = backend.device
+        self._window = backend.device.window
         self._residency = backend.residency
         self._backend = backend
         self._verify = verify
@@ -96,10 +116,13 @@ class HiSparseCoordinator:
 
     # Admission
 
-    def admit_request_direct(self, request_id: str, host_slots: HostSlots, num_tokens: int) -> bool:
+    def admit_request_direct(
+        self, request_id: str, host_slots: HostSlots, num_tokens: int, limit: int | None = None
+    ) -> bool:
         """Start to run a request whose first `num_tokens` tokens (0 for a prompt of one token) are on the host.
 
-        Takes over `host_slots`. A short request, which fits the hot buffer, is copied into it; a long one starts with
+        limit: tokens whose KV it may come to need; the context by default. Takes over `host_slots`. A short request,
+        which fits the hot buffer, is copied into it; a long one starts with
         an empty hot buffer. False (nothing changed) if the device has no room. Raises ValueError if the request does
         not fit its slots or the context, LifecycleError if the id is taken.
         """
@@ -109,12 +132,13 @@ class HiSparseCoordinator:
             return False
         self.device.set_host_slots(row, 0, host_slots.slots())
         self._backend.load_index_keys(row, num_tokens)
-        if num_tokens <= self.device.device_buffer_size:
+        if num_tokens <= self.device.device_buffer_size + 1 - self._window:
             self._backend.preload(row, num_tokens)
             self._residency.reset_short(row)
         else:
             self._residency.reset_empty(row)
-        self._running[request_id] = _RunningRequest(row, host_slots, num_tokens, room=num_tokens)
+        limit = self.device.max_context if limit is None else limit
+        self._running[request_id] = _RunningRequest(row, host_slots, num_tokens, limit, room=num_tokens)
         return True
 
     def admit_request_into_staging(
@@ -131,16 +155,18 @@ class HiSparseCoordinator:
     # Decoding
 
     def append_tokens(self, request_ids: Sequence[str]) -> dict[str, Tier]:
-        """Give every request room for its next token: a host slot, an index page, a hot slot.
+        """Give every request room for its next step: host slots, index pages, hot slots.
 
-        All or nothing per request, in the given order. Returns the requests that got no room, with the tier that was
-        short. Raises ValueError for a request at the end of the context.
+        A request gets room for all that a step and its drafts may write, or at least for one more token. All or nothing
+        per request, in the given order. Returns the requests that got no room, with the tier that was short. Raises
+        ValueError for a request at the end of the context.
         """
         tiers = {request_id: self._grow(self._request(request_id)) for request_id in request_ids}
         return {request_id: tier for request_id, tier in tiers.items() if tier is not None}
 
-    def begin_step(self, request_ids: Sequence[str]) -> StepPlaces:
-        """Count one more token of each request. Raises StepError for a request that has no room (`append_tokens`).
+    def begin_step(self, request_ids: Sequence[str], width: int = 1) -> StepPlaces:
+        """Count up to `width` more tokens of each request. Raises StepError for a request that has no room
+        (`append_tokens`).
 
         The caller queues the step (`cache`) before it calls anything else here, and calls `step_over` when the device
         has finished it.
@@ -149,28 +175,57 @@ class HiSparseCoordinator:
             raise ValueError(f"a step needs distinct requests, found {list(request_ids)}")
         requests = [self._request(request_id) for request_id in request_ids]
         for request_id, request in zip(request_ids, requests, strict=True):
-            if request.room <= request.num_tokens:
-                raise StepError(f"request {request_id} has no room for token {request.num_tokens}: append_tokens first")
+            if request.room <= request.reached < request.limit:
+                raise StepError(f"request {request_id} has no room for token {request.reached}: append_tokens first")
         self._begun += 1
-        places = StepPlaces(
-            self._begun,
-            np.array([request.row for request in requests]),
-            np.array([request.num_tokens for request in requests]),
+        ends = np.array([request.end for request in requests])
+        reached = np.array([request.reached for request in requests])
+        most = np.minimum(width, ends - reached)
+        for request, tokens in zip(requests, most.tolist(), strict=True):
+            request.unread += tokens
+        return StepPlaces(
+            number=self._begun,
+            width=width,
+            longest=min(int(reached.max()) + self._window, self.device.max_context),
+            rows=np.array([request.row for request in requests]),
+            ends=ends,
+            most=most,
         )
-        for request in requests:
-            request.num_tokens += 1
-        return places
 
     def cache(
-        self, rows: torch.Tensor, newest: torch.Tensor, max_tokens: int, lengths: tuple[int, ...] | None = None
+        self,
+        rows: torch.Tensor,
+        newest: torch.Tensor,
+        queries: Span,
+        stored: Span,
+        max_tokens: int,
+        layers: range | None = None,
+        backs_up: bool = True,
     ) -> DecodeStep:
-        """What the model runs against in one step, or in all replays of a recorded one: see DecodeStep."""
-        return DecodeStep(self._backend, self._verify, rows, newest, max_tokens, lengths)
+        """What the model runs against in one pass of a step, or in all replays of a recorded one: see DecodeStep.
 
-    def step_over(self, number: int) -> None:
-        """Note that the device writes nothing more for the steps up to this one, computed or given up."""
-        self._over = max(self._over, number)
-        while self._releasing and self._releasing[0][0] <= number:
+        layers: all by default.
+        """
+        layers = range(self.host.layout.num_layers) if layers is None else layers
+        # A device that computes in the order of the calls need not be waited for.
+        known = rows.device.type == "cpu"
+        lengths = tuple((queries.positions() + 1).tolist()) if known else None
+        return DecodeStep(
+            self._backend, self._verify, rows, newest, queries, stored, layers, max_tokens, lengths, backs_up
+        )
+
+    def step_over(self, places: StepPlaces, counts: Mapping[str, int] | None = None) -> None:
+        """Note that the device writes nothing more for the steps up to this one, computed or given up.
+
+        counts: how many tokens the step gave each request; None if it was given up, and its requests end.
+        """
+        if counts is not None:
+            for (request_id, count), most in zip(counts.items(), places.most.tolist(), strict=True):
+                if (request := self._running.get(request_id)) is not None:
+                    request.unread -= most
+                    request.num_tokens += count
+        self._over = max(self._over, places.number)
+        while self._releasing and self._releasing[0][0] <= places.number:
             self.host.release(self._releasing.popleft()[1])
 
     # Leaving
@@ -200,6 +255,10 @@ class HiSparseCoordinator:
     def row(self, request_id: str) -> int:
         """The row of a running request in the device tables."""
         return self._request(request_id).row
+
+    def num_tokens(self, request_id: str) -> int:
+        """How many tokens of a running request have KV on the host, by the steps that were read."""
+        return self._request(request_id).num_tokens
 
     # Watching
 
@@ -266,17 +325,27 @@ class HiSparseCoordinator:
             )
 
     def _grow(self, request: _RunningRequest) -> Tier | None:
-        """Make room for one more token. Returns the tier that is short (nothing taken), None if there is room."""
-        if request.room > request.num_tokens:
+        """Make room for its next step. Returns the tier that is short (nothing taken), None if there is room."""
+        if request.num_tokens >= request.limit:
+            raise ValueError(f"the request in row {request.row} has all of the {request.limit} tokens that it may have")
+        least = min(request.reached + 1, request.limit)
+        wanted = min(request.reached + self._window, request.limit)
+        if request.room >= wanted:
             return None
+        tier = self._give_room(request, wanted)
+        if tier is not None and wanted > least > request.room:
+            tier = self._give_room(request, least)
+        return None if request.room >= least else tier
+
+    def _give_room(self, request: _RunningRequest, num_tokens: int) -> Tier | None:
+        """Make room for that many tokens in all, or return the tier that is short (nothing taken)."""
         held = len(request.host_slots)
-        host_is_short = held < request.num_tokens + 1
-        if host_is_short and not self.host.free:
+        if num_tokens - held > self.host.free:
             return Tier.HOST
-        if not self.device.grow(request.row, request.num_tokens + 1):
+        if not self.device.grow(request.row, num_tokens):
             return Tier.DEVICE
-        if host_is_short:
-            granule = min(HOST_GRANULE, self.host.free, self.device.max_context - held)
+        if held < num_tokens:
+            granule = min(max(HOST_GRANULE, num_tokens - held), self.host.free, self.device.max_context - held)
             grown = self.host.extend(request.host_slots, granule)
             assert grown is not None, "as many are free"
             self.device.set_host_slots(request.row, held, grown.slots()[held:])

@@ -8,7 +8,7 @@ import torch
 from base.errors import StartupError
 from hisparse.device_pool import DeviceKVPool
 from hisparse.residency import Residency
-from hisparse.swap_in import StepBatch, SwapInBackend, SwapInCounters, SwapInPlan
+from hisparse.swap_in import Span, StepBatch, SwapInBackend, SwapInCounters, SwapInPlan
 from kernels.copy_items import are_aligned, copy_items, copy_kernel
 from kernels.launch import DeviceKernel, reads_registered_memory, shared_memory_limit
 from kernels.swap_in import IndexType, SwapInParams, SwapInSpecialization, default_block_size, seen_bits
@@ -20,8 +20,8 @@ _INDEX_TYPES: dict[torch.dtype, IndexType] = {torch.int32: "int32", torch.int64:
 @dataclass(frozen=True)
 class CudaSwapInPlan(SwapInPlan):
     """miss_counts: int32 [batch], distinct misses; that many entries of each row of `miss_host_slots` and
-    `miss_device_slots`, int64 [batch, k], are written, the others are undefined. fetched_layer: the layer that the
-    resolve fetched, -1 if none.
+    `miss_device_slots`, int64 [batch, queries * k], are written, the others are undefined. fetched_layer: the layer
+    that the resolve fetched, -1 if none.
     """
 
     miss_counts: torch.Tensor
@@ -35,8 +35,11 @@ class CudaSwapIn(SwapInBackend):
     soon as the misses are known. The group's other layers copy by the same plan. Only `drain` waits for the device, and
     a plan's tensors come from torch's allocator, so a step may be captured in a CUDA graph.
 
-    top_k: the most positions that a layer selects. block_size: threads per block of the kernel, chosen if None. Raises
+    top_k: the most positions that a query selects. block_size: threads per block of the kernel, chosen if None. Raises
     StartupError if the kernel would need more shared memory than the device has, or the pools are not what it needs.
+
+    There is a kernel for each number of queries that a window of the pools may have: one, or one more than the drafts
+    of which the window has room for twice as many.
     """
 
     def __init__(
@@ -54,24 +57,28 @@ class CudaSwapIn(SwapInBackend):
         super().__init__(host, device, residency)
         self._layout = host.layout
         self._top_k = top_k
-        self.block_size = block_size or default_block_size(top_k)
+        self._block_size = block_size
         self._counters = torch.zeros(4, dtype=torch.int64, device=self._on)
         self._reading = torch.cuda.Stream(self._on)  # type: ignore[no-untyped-call]
         for pools in ((host.kv, device.kv), (host.index_keys, self.device_index_keys)):
             copy_kernel(self._on, pools[0].shape[-1], are_aligned(*pools))
-        self._kernels: dict[tuple[torch.dtype, torch.dtype], DeviceKernel] = {}
-        self._clusters: dict[int, int] = self._kernel(torch.int64, torch.int64).cluster_sizes()
+        self._kernels: dict[tuple[int, torch.dtype, torch.dtype], DeviceKernel] = {}
+        self._clusters: dict[int, dict[int, int]] = {
+            queries: self._kernel(queries, torch.int64, torch.int64).cluster_sizes()
+            for queries in range(1, device.window // 2 + 2)
+        }
         self._params = [self._static_params(index_layer) for index_layer in range(self._layout.num_index_layers)]
 
     def resolve(self, index_layer: int, batch: StepBatch, positions: torch.Tensor) -> CudaSwapInPlan:
-        """See SwapInBackend; also fetches the first layer of the group. positions: int32 or int64 [batch, k]."""
-        return self.launch(index_layer, batch.rows, batch.newest, positions, fetch=True)
+        """See SwapInBackend; also fetches the first layer of the group. positions: int32 or int64."""
+        return self.launch(index_layer, batch.rows, batch.newest, batch.queries, positions, fetch=True)
 
     def launch(
         self,
         index_layer: int,
         rows: torch.Tensor,
         newest: torch.Tensor,
+        queries: Span,
         positions: torch.Tensor,
         *,
         fetch: bool,
@@ -79,30 +86,38 @@ class CudaSwapIn(SwapInBackend):
     ) -> CudaSwapInPlan:
         """Resolve, and with `fetch` also fetch the first layer of the group.
 
-        rows, newest: both int32 or both int64 [batch], below 0 for padding. positions: int32 or int64 [batch, k].
-        cluster: blocks per request, chosen if None. Raises ValueError for tensors that the kernel cannot read.
+        rows, newest: both int32 or both int64 [batch], below 0 for padding. queries: of the same type; where the window
+        is 1, each row has one, at its newest position. positions: int32 or int64 [batch * queries.width, k]. cluster:
+        blocks per request, chosen if None. Raises ValueError for tensors that the kernel cannot read.
         """
-        size, k = self._check(rows, newest, positions)
-        out = torch.empty((3, size, k), dtype=torch.int64, device=self._on)
+        size, k = self._check(rows, newest, queries, positions)
+        width = queries.width * k
+        out = torch.empty((3, size, width), dtype=torch.int64, device=self._on)
         miss_counts = torch.empty(size, dtype=torch.int32, device=self._on)
         slots, miss_host_slots, miss_device_slots = out.unbind(0)
         params = self._params[index_layer]
         host_items = params.host_items
         params.host_items = host_items if fetch else 0
         params.positions, params.rows, params.newest = positions.data_ptr(), rows.data_ptr(), newest.data_ptr()
+        params.first, params.valid = queries.first.data_ptr(), queries.counts.data_ptr()
         params.slots, params.miss_counts = out.data_ptr(), miss_counts.data_ptr()
-        params.miss_host_slots = params.slots + 8 * size * k
-        params.miss_device_slots = params.miss_host_slots + 8 * size * k
+        params.miss_host_slots = params.slots + 8 * size * width
+        params.miss_device_slots = params.miss_host_slots + 8 * size * width
         params.k = k
-        cluster = cluster or self.cluster_size(size)
-        self._kernel(rows.dtype, positions.dtype).launch(params, (size * cluster, 1, 1), cluster)
+        cluster = cluster or self.cluster_size(size, queries.width)
+        kernel = self._kernel(queries.width, rows.dtype, positions.dtype)
+        kernel.launch(params, (size * cluster, 1, 1), cluster)
         params.host_items = host_items
         fetched = self._layout.index_layer_of.index(index_layer) if fetch else -1
-        return CudaSwapInPlan(slots, miss_host_slots, miss_device_slots, miss_counts, fetched)
+        return CudaSwapInPlan(slots.view(-1, k), miss_host_slots, miss_device_slots, miss_counts, fetched)
 
-    def cluster_size(self, batch: int) -> int:
+    def cluster_size(self, batch: int, queries: int = 1) -> int:
         """Blocks per request: as many as let all requests of the batch run at the same time."""
-        return max((size for size, running in self._clusters.items() if batch <= running), default=1)
+        return max((size for size, running in self._clusters[queries].items() if batch <= running), default=1)
+
+    def block_size(self, queries: int = 1) -> int:
+        """Threads per block."""
+        return self._block_size or default_block_size(queries * self._top_k)
 
     def fetch(self, plan: SwapInPlan, layer: int) -> None:
         assert isinstance(plan, CudaSwapInPlan)
@@ -134,28 +149,37 @@ class CudaSwapIn(SwapInBackend):
     ) -> None:
         copy_items(source, target, from_slots, to_slots)
 
-    def _check(self, rows: torch.Tensor, newest: torch.Tensor, positions: torch.Tensor) -> tuple[int, int]:
+    def _check(
+        self, rows: torch.Tensor, newest: torch.Tensor, queries: Span, positions: torch.Tensor
+    ) -> tuple[int, int]:
         """The batch and k of a launch. Raises ValueError for what the kernel cannot read."""
-        if positions.ndim != 2 or rows.shape != positions.shape[:1] or newest.shape != rows.shape:
+        of_rows = [rows, newest, queries.first, queries.counts]
+        size, names = len(rows), "rows, newest, queries.first and queries.counts"
+        if any(t.shape != (size,) for t in of_rows) or positions.ndim != 2 or len(positions) != size * queries.width:
             raise ValueError(
-                f"expected rows [batch], newest [batch], positions [batch, k], found {tuple(rows.shape)}, "
-                f"{tuple(newest.shape)}, {tuple(positions.shape)}"
+                f"expected {names} [batch], positions [batch * {queries.width}, k], found "
+                f"{', '.join(str(tuple(tensor.shape)) for tensor in (*of_rows, positions))}"
             )
-        size, k = positions.shape
+        k = positions.shape[1]
         if not size or not 1 <= k <= self._top_k:
             raise ValueError(f"expected a batch of at least 1 with 1 to {self._top_k} positions, found {size} with {k}")
-        if rows.dtype != newest.dtype or not {rows.dtype, positions.dtype} <= _INDEX_TYPES.keys():
+        if queries.width not in self._clusters:
             raise ValueError(
-                "rows and newest must both be int32 or both int64, positions either, found "
-                f"{rows.dtype}, {newest.dtype}, {positions.dtype}"
+                f"expected 1 to {max(self._clusters)} queries, the window being {self.device.window}, "
+                f"found {queries.width}"
             )
-        for tensor in (rows, newest, positions):
+        if any(t.dtype != rows.dtype for t in of_rows) or not {rows.dtype, positions.dtype} <= _INDEX_TYPES.keys():
+            raise ValueError(
+                f"{names} must all be int32 or all int64, positions either, found "
+                f"{', '.join(str(tensor.dtype) for tensor in (*of_rows, positions))}"
+            )
+        for tensor in (*of_rows, positions):
             if not tensor.is_contiguous() or tensor.device != self._on:
                 raise ValueError(f"expected contiguous tensors on {self._on}, found one on {tensor.device}")
         return size, k
 
-    def _kernel(self, index_type: torch.dtype, position_type: torch.dtype) -> DeviceKernel:
-        key = (index_type, position_type)
+    def _kernel(self, queries: int, index_type: torch.dtype, position_type: torch.dtype) -> DeviceKernel:
+        key = (queries, index_type, position_type)
         if key not in self._kernels:
             specialization = SwapInSpecialization(
                 top_k=self._top_k,
@@ -164,8 +188,10 @@ class CudaSwapIn(SwapInBackend):
                 index_type=_INDEX_TYPES[index_type],
                 position_type=_INDEX_TYPES[position_type],
                 aligned=are_aligned(self.host.kv, self.device.kv),
-                block_size=self.block_size,
+                block_size=self.block_size(queries),
                 seen_bits=seen_bits(self.device.max_context),
+                queries=queries,
+                window=self.device.window,
             )
             self._kernels[key] = DeviceKernel(specialization.fitted(shared_memory_limit(self._on)), self._on)
         return self._kernels[key]

@@ -74,9 +74,9 @@ class DeviceKVPool:
     index_page_size, index_key_bytes].
 
     A running request has a row. Per row, int64 on the device:
-    hot_granules [max_requests, ceil((device_buffer_size + 1) / hot_granule)]: hot index // hot_granule -> the first of
-    as many slots of `kv`, -1 if not owned yet. Hot index device_buffer_size is the extra one for the newest token of a
-    request that outgrew the buffer.
+    hot_granules [max_requests, ceil((device_buffer_size + window) / hot_granule)]: hot index // hot_granule -> the
+    first of as many slots of `kv`, -1 if not owned yet. Hot indices from device_buffer_size on are for the tokens that
+    a step computes of a request that outgrew the buffer.
     page_table [max_requests, max_pages]: page of the sequence -> page of `index_keys`, 0 if not owned yet.
     host_slot_of [max_requests, max_context]: position -> slot of the host pool, -1 if there is none yet.
     """
@@ -91,11 +91,13 @@ class DeviceKVPool:
         max_context: int,
         device_buffer_size: int,
         device: torch.device | str,
+        window: int = 1,
     ) -> None:
         self.index_page_size = index_page_size
         self.max_requests = max_requests
         self.max_context = max_context
         self.device_buffer_size = device_buffer_size
+        self.window = window
         self.hot_granule = hot_granule(device_buffer_size)
         self.device = torch.device(device)
 
@@ -107,7 +109,7 @@ class DeviceKVPool:
 
         self.kv = zeros(layout.num_layers, num_slots, layout.item_bytes)
         self.index_keys = zeros(layout.num_index_layers, num_index_pages, index_page_size, layout.index_key_bytes)
-        self.hot_granules = table(self._granules_for(device_buffer_size + 1))
+        self.hot_granules = table(-(-(device_buffer_size + window) // self.hot_granule))
         self.page_table = table(self._pages_for(max_context))
         self.host_slot_of = table(max_context)
         self._granules = _OwnedSlots(num_slots // self.hot_granule, self.hot_granules, -1, unit=self.hot_granule)
@@ -138,7 +140,8 @@ class DeviceKVPool:
         return row
 
     def grow(self, row: int, num_tokens: int) -> bool:
-        """Make room for `num_tokens` tokens in all: index pages for each, hot slots up to the buffer and one extra.
+        """Make room for `num_tokens` tokens in all, of which the last may begin a window: index pages for each, and hot
+        slots for each as long as the row is short with all of them, else the whole buffer and the window.
 
         False (nothing taken) if there is not enough of both. True at once if the room is there. Raises ValueError
         beyond the context.
@@ -158,7 +161,8 @@ class DeviceKVPool:
     def room(self, row: int) -> int:
         """For how many tokens a row has index pages and hot slots."""
         granules = self._granules.counts[row]
-        hot = self.max_context if granules == self.hot_granules.shape[1] else granules * self.hot_granule
+        short = min(granules * self.hot_granule, self.device_buffer_size + 1 - self.window)
+        hot = self.max_context if granules == self.hot_granules.shape[1] else short
         return min(hot, self._pages.counts[row] * self.index_page_size, self.max_context)
 
     def slots_for(self, num_tokens: int) -> int:
@@ -175,6 +179,14 @@ class DeviceKVPool:
         """Slots of `kv` at hot indices, -1 if not owned. rows, hot: int64 that broadcast, on the device."""
         first = self.hot_granules[rows, hot // self.hot_granule]
         return torch.where(first >= 0, first + hot % self.hot_granule, -1)
+
+    def window_hot(self, newest: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hot indices of positions in the window that begins at `newest`; of positions before it, any of the row's.
+
+        newest, positions: int64 that broadcast, on the device, positions at least 0.
+        """
+        is_short = newest + self.window <= self.device_buffer_size
+        return torch.where(is_short, positions, (positions - newest).clamp(min=0) + self.device_buffer_size)
 
     def index_rows(self, rows: torch.Tensor | int, positions: torch.Tensor) -> torch.Tensor:
         """Places of index keys in `index_keys.flatten(1, 2)`. rows, positions: int64 that broadcast, on the device."""
@@ -205,4 +217,5 @@ class DeviceKVPool:
         return -(-num_tokens // self.index_page_size)
 
     def _granules_for(self, num_tokens: int) -> int:
-        return -(-min(num_tokens, self.device_buffer_size + 1) // self.hot_granule)
+        is_short = num_tokens - 1 + self.window <= self.device_buffer_size
+        return -(-num_tokens // self.hot_granule) if is_short else self.hot_granules.shape[1]

@@ -1,27 +1,35 @@
 """Which positions are in the hot buffer, and which of them a miss evicts.
 
 State is kept per row (running request) and index layer; all layers of an index layer's group share it. A row's hot
-buffer has H = `device_buffer_size` ordinary hot indices 0 .. H-1 and the extra one H for the newest token. A step gives
-every row its newest position and up to H selected positions in top-k order (-1 = none).
+buffer has H = `device_buffer_size` ordinary hot indices 0 .. H-1, and W = `window` extra ones H .. H+W-1 for the tokens
+that a step computes. W is 1 on a node that does not draft.
 
-**Short rows** (newest position < H): position p lives at hot index p, always. Everything is a hit; no state is read or
-written. Residency is initialised to the first H positions, all resident, reference bits 0, hand 0, which is what a
-short row has become when it turns long.
+A step gives every row its newest position n and one or several queries. Each query selects at most H positions in top-k
+order (-1 = none), none of them beyond the query's own position. Positions n .. n+W-1 are the row's *window*. Those that
+are selected are *own tokens*, whose items the step itself stores. What the row selects is the concatenation of its
+queries' selections, query 0 first.
 
-**Long rows**: the newest position is at hot index H. It is a hit. Its predecessor, which was there a step ago, is
-simply no longer resident. Other selected positions are looked up:
+**Short rows** (n + W <= H): position p lives at hot index p, always. Everything is a hit; no state is read or written.
+Residency is initialised to positions 0 .. H-W at their own hot indices, reference bits 0, hand 0. That is what a short
+row has become when it turns long, and the first position that was ever beyond its newest is H-W+1: from there on, hot
+indices may hold tokens that were drafted and rejected.
 
-1. *Hits* are protected for this step and get their reference bit set.
-2. *Misses*: repeated positions count once, at their first place in top-k order. Let there be m of them.
-3. *Victims* are found by CLOCK with reference bits (Corbató, "A Paging Experiment with the Multics System", 1968).
+**Long rows**: own token p is at hot index H + p - n. It is a hit. What was there a step ago is simply no longer
+resident. Other selected positions are looked up:
+
+1. *Cut*: query j and all after it select nothing if queries 0 .. j look up more than H distinct positions. Query 0 is
+   never cut.
+2. *Hits* are protected for this step and get their reference bit set.
+3. *Misses*: repeated positions count once, at their first place in the concatenation. Let there be m of them.
+4. *Victims* are found by CLOCK with reference bits (Corbató, "A Paging Experiment with the Multics System", 1968).
    The hot indices 0 .. H-1 are walked once around, starting at the hand and skipping protected ones. Those with bit 0
    are victims, in that order, until there are m; an empty hot index has bit 0. Those with bit 1 that are passed before
    the m-th victim lose the bit. If one revolution did not give m victims, a second one from the same starting point
    takes the rest, in order, from those that lost their bit in the first. What was filled in the first is not taken.
-4. The i-th distinct miss takes the i-th victim, whose old position is no longer resident. Its bit is 0: a position
+5. The i-th distinct miss takes the i-th victim, whose old position is no longer resident. Its bit is 0: a position
    has to be selected again to be spared by the hand, so what is selected once goes first. (With the bit set, as in the
    original, the hit rate was up to 4 points lower on traces that favour recent positions.)
-5. The hand moves to just after the m-th victim. With m = 0 it stays and no bit is lost.
+6. The hand moves to just after the m-th victim. With m = 0 it stays and no bit is lost.
 
 As hits and distinct misses together are at most H, victims always suffice. In parallel form the rank of a victim is a
 prefix sum over the hot indices in clock order: among the unprotected with bit 0, or, after all of those, among the
@@ -48,12 +56,14 @@ refuses more."""
 class MissPlan:
     """Where every selected position is after a resolve, and what has to be copied for that to be true.
 
-    hot: int64 [batch, k], hot index of each selected position, -1 for -1. miss_batch, miss_positions, miss_hot: int64
-    [misses], the distinct misses by batch index and, within it, in top-k order. hits: selected entries that need no
-    copy of their own, repeated misses included.
+    hot: int64 [batch, queries, k], hot index of each selected position, -1 where there is none. valid: int64 [batch],
+    how many queries of each row were not cut. miss_batch, miss_positions, miss_hot: int64 [misses], the distinct misses
+    by batch index and, within it, in the order of their first places. hits: selected entries that need no copy of their
+    own, repeated misses included.
     """
 
     hot: torch.Tensor
+    valid: torch.Tensor
     miss_batch: torch.Tensor
     miss_positions: torch.Tensor
     miss_hot: torch.Tensor
@@ -73,10 +83,17 @@ class Residency:
     """
 
     def __init__(
-        self, num_index_layers: int, max_requests: int, max_context: int, device_buffer_size: int, device: torch.device
+        self,
+        num_index_layers: int,
+        max_requests: int,
+        max_context: int,
+        device_buffer_size: int,
+        device: torch.device,
+        window: int = 1,
     ) -> None:
         rows = (num_index_layers, max_requests)
         self.device_buffer_size = device_buffer_size
+        self.window = window
         self.max_context = max_context
         self.position_at = torch.full((*rows, device_buffer_size), -1, dtype=torch.int32, device=device)
         self.hot_of = torch.zeros((*rows, max_context), dtype=torch.int16, device=device)
@@ -90,9 +107,9 @@ class Residency:
         self.hand[:, row] = 0
 
     def reset_short(self, row: int) -> None:
-        """The first H positions are resident, each at its own hot index, those that are still to come included."""
+        """Positions 0 .. H-W are resident, each at its own hot index, those that are still to come included."""
         self.reset_empty(row)
-        resident = min(self.device_buffer_size, self.max_context)
+        resident = max(0, min(self.device_buffer_size + 1 - self.window, self.max_context))
         identity = torch.arange(resident, device=self.hand.device)
         self.position_at[:, row, :resident] = identity.to(self.position_at.dtype)
         self.hot_of[:, row, :resident] = identity.to(self.hot_of.dtype)
@@ -110,43 +127,59 @@ class Residency:
         hot = self.hot_of[index_layer, rows[:, None], positions].long()
         return torch.where(self.position_at[index_layer, rows[:, None], hot] == positions, hot, -1)
 
-    def resolve(self, index_layer: int, rows: torch.Tensor, positions: torch.Tensor, newest: torch.Tensor) -> MissPlan:
-        """Decide hits, misses and victims of one step in one index layer, and record the new residency.
+    def resolve(
+        self,
+        index_layer: int,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        newest: torch.Tensor,
+        valid: torch.Tensor | None = None,
+    ) -> MissPlan:
+        """Decide cuts, hits, misses and victims of one step in one index layer, and record the new residency.
 
-        rows: int64 [batch], distinct. positions: int64 [batch, k], each -1 or at most the row's newest. newest: int64
-        [batch]. Raises ValueError if k exceeds the buffer, in which case victims might not suffice.
+        rows: int64 [batch], distinct. positions: int64 [batch, queries, k], each -1 or at most its query's position.
+        newest: int64 [batch]. valid: int64 [batch], how many of its queries each row has; None for all. Raises
+        ValueError if k exceeds the buffer, in which case victims might not suffice.
         """
-        if positions.shape[1] > self.device_buffer_size:
+        size = self.device_buffer_size
+        batch, queries, k = positions.shape
+        if k > size:
             raise ValueError(
-                f"{positions.shape[1]} positions selected, device_buffer_size is {self.device_buffer_size}: "
-                "the buffer must hold all that one step selects"
+                f"{k} positions selected, device_buffer_size is {size}: the buffer must hold all that a query selects"
             )
+        valid = newest.new_full((batch,), queries) if valid is None else valid.clone()
+        query = torch.arange(queries, device=rows.device).repeat_interleave(k)
+        positions = torch.where(query < valid[:, None], positions.flatten(1), -1)
         hot = positions.clone()
-        selected = int((positions >= 0).sum())
         # Short rows are resolved: all that follows is about the long ones, which are these entries of the batch.
-        long = (newest >= self.device_buffer_size).nonzero().squeeze(1)
-        rows, positions, newest = rows[long], positions[long], newest[long]
+        long = (newest + self.window > size).nonzero().squeeze(1)
+        rows, positions, newest = rows[long], positions[long], newest[long, None]
 
-        table = self.hot_of[index_layer].view(-1)
-        is_newest = positions == newest[:, None]
-        looked_up = (positions >= 0) & ~is_newest
-        address = rows[:, None] * self.max_context + positions.clamp(min=0)
-        found = torch.where(looked_up, self.lookup(index_layer, rows, positions.clamp(min=0)), -1)
+        looked_up = (positions >= 0) & (positions < newest)
+        first = looked_up & _first_occurrences(positions)
+        distinct = first.view(-1, queries, k).sum(2).cumsum(1)
+        valid[long] = torch.minimum(valid[long], (distinct <= size).sum(1))
+        uncut = query < valid[long, None]
+        is_own, looked_up, first = uncut & (positions >= newest), uncut & looked_up, uncut & first
 
-        protected = torch.zeros((len(rows), self.device_buffer_size), dtype=torch.bool, device=rows.device)
+        address = positions.clamp(min=0)
+        found = torch.where(looked_up, self.lookup(index_layer, rows, address), -1)
+        protected = torch.zeros((len(rows), size), dtype=torch.bool, device=rows.device)
         hit_batch, hit_place = (found >= 0).nonzero(as_tuple=True)
         protected[hit_batch, found[hit_batch, hit_place]] = True
         self.referenced[index_layer, rows] |= protected
 
-        batch, place = _first_occurrences(table, address, looked_up & (found < 0))
-        miss_positions = positions[batch, place]
-        victims = self._take_victims(index_layer, rows, protected, torch.bincount(batch, minlength=len(rows)))
-        table[address[batch, place]] = victims.to(table.dtype)
-        self.position_at[index_layer, rows[batch], victims] = miss_positions.to(self.position_at.dtype)
+        miss_batch, place = (first & (found < 0)).nonzero(as_tuple=True)
+        miss_rows, miss_positions = rows[miss_batch], positions[miss_batch, place]
+        misses = torch.bincount(miss_batch, minlength=len(rows))
+        victims = self._take_victims(index_layer, rows, protected, misses)
+        self.hot_of[index_layer, miss_rows, miss_positions] = victims.to(self.hot_of.dtype)
+        self.position_at[index_layer, miss_rows, victims] = miss_positions.to(self.position_at.dtype)
 
-        resolved = torch.where(looked_up, table[address].long(), -1)
-        hot[long] = torch.where(is_newest, self.device_buffer_size, resolved)
-        return MissPlan(hot, long[batch], miss_positions, victims, hits=selected - len(batch))
+        now_at = self.hot_of[index_layer, rows[:, None], address].long()
+        hot[long] = torch.where(is_own, size + positions - newest, torch.where(looked_up, now_at, -1))
+        hits = int((hot >= 0).sum()) - len(victims)
+        return MissPlan(hot.view(batch, queries, k), valid, long[miss_batch], miss_positions, victims, hits)
 
     def _take_victims(
         self, index_layer: int, rows: torch.Tensor, protected: torch.Tensor, misses: torch.Tensor
@@ -175,16 +208,9 @@ class Residency:
         return victims
 
 
-def _first_occurrences(
-    table: torch.Tensor, address: torch.Tensor, miss: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Batch index and place of the first of each distinct missing position, in batch and then top-k order.
-
-    Every missing entry bids its place into the position table, the smallest wins; `table` is left with the bids, for
-    the caller to overwrite with hot indices. (On a GPU: atomicMin.)
-    """
-    batch, place = miss.nonzero(as_tuple=True)
-    bids = place.to(table.dtype)
-    table.scatter_reduce_(0, address[batch, place], bids, "amin", include_self=False)
-    first = table[address[batch, place]] == bids
-    return batch[first], place[first]
+def _first_occurrences(positions: torch.Tensor) -> torch.Tensor:
+    """Which entries are the first of their value in their row. positions: int64 [batch, places]. Returns bool."""
+    ordered, place = positions.sort(dim=1, stable=True)
+    is_first = torch.ones_like(ordered, dtype=torch.bool)
+    is_first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    return torch.empty_like(is_first).scatter_(1, place, is_first)

@@ -19,7 +19,7 @@ class Sizes:
     """Sizes of the pools of one decode node: the constructor arguments of HostKVPool and DeviceKVPool.
 
     asked_device_slots: what was wanted, enough for all requests at once or `max_device_slots`. table_bytes: device
-    memory of page, slot and residency tables.
+    memory of page, slot and residency tables. window: positions that a step of a request may write.
     """
 
     config: HiSparseConfig
@@ -33,6 +33,7 @@ class Sizes:
     num_index_pages: int
     table_bytes: int
     has_prefix_cache: bool = False
+    window: int = 1
 
     @property
     def host_bytes(self) -> int:
@@ -57,6 +58,11 @@ class Sizes:
         return self.hot_bytes + self.index_bytes + self.table_bytes
 
 
+def step_window(max_drafts: int) -> int:
+    """Positions that a step of a request may write: those of its tokens, and those of the draft layer's entries."""
+    return max(1, 2 * max_drafts)
+
+
 def plan_sizes(
     config: HiSparseConfig,
     layout: KVLayout,
@@ -68,8 +74,9 @@ def plan_sizes(
     available_device_bytes: int,
     max_device_slots: int | None = None,
     has_prefix_cache: bool = False,
+    window: int = 1,
 ) -> Sizes:
-    """Size the tiers. has_prefix_cache: whether the host pool keeps one.
+    """Size the tiers. has_prefix_cache: whether the host pool keeps one. window: of Sizes.
 
     Wanted are a full hot buffer for every running request, at most `max_device_slots`, and index pages for every token
     of the host pool, at most those of all running requests. If device memory is short, there are fewer hot slots, and
@@ -82,17 +89,17 @@ def plan_sizes(
             f"({index_page_size}) must be at least 1"
         )
     granule = hot_granule(config.device_buffer_size)
-    per_request = _slots_per_request(config, context_length)
+    per_request = _slots_per_request(config, context_length, window)
     asked = max_running_requests * per_request
     if max_device_slots is not None:
         if max_device_slots < per_request:
             raise StartupError(
-                f"max-device-slots {max_device_slots} is fewer than one hot buffer of {config.device_buffer_size} + 1 "
-                f"slots (in granules of {granule}: {per_request})"
+                f"max-device-slots {max_device_slots} is fewer than one hot buffer of {config.device_buffer_size} + "
+                f"{window} slots (in granules of {granule}: {per_request})"
             )
         asked = min(asked, max_device_slots // granule * granule)
     pages_per_row = -(-context_length // index_page_size)
-    table_bytes = max_running_requests * _row_table_bytes(config, layout, context_length, pages_per_row)
+    table_bytes = max_running_requests * _row_table_bytes(config, layout, context_length, pages_per_row, window)
 
     def sized(device_slots: int) -> Sizes:
         if config.host_pool_gib is not None:
@@ -113,6 +120,7 @@ def plan_sizes(
             num_index_pages=min(pages, max_running_requests * pages_per_row),
             table_bytes=table_bytes,
             has_prefix_cache=has_prefix_cache,
+            window=window,
         )
 
     # More slots take more bytes, so this is the largest number that fits.
@@ -147,7 +155,7 @@ def describe(sizes: Sizes) -> list[str]:
         host_reason = f"host_pool_gib {config.host_pool_gib:g}"
     else:
         host_reason = f"host_to_device_ratio {config.host_to_device_ratio:g}"
-    full = sizes.max_requests * _slots_per_request(config, sizes.max_context)
+    full = sizes.max_requests * _slots_per_request(config, sizes.max_context, sizes.window)
     if sizes.num_device_slots == full:
         hot_reason = f"a full buffer for each of {sizes.max_requests} running requests"
     elif sizes.num_device_slots == sizes.asked_device_slots:
@@ -163,22 +171,25 @@ def describe(sizes: Sizes) -> list[str]:
         f"({sizes.layout.token_bytes} bytes per token, {host_reason})",
         *prefix_cache,
         f"hot slots: {sizes.num_device_slots}, {human(sizes.hot_bytes)} "
-        f"({config.device_buffer_size} + 1 per request; {hot_reason})",
+        f"({config.device_buffer_size} + {sizes.window} per request; {hot_reason})",
         f"index pages: {sizes.num_index_pages} of {sizes.index_page_size} tokens, {human(sizes.index_bytes)} "
         "(every token of a running request has its index keys on the device)",
         f"tables: {human(sizes.table_bytes)} ({sizes.max_requests} rows of {sizes.max_context} positions)",
     ]
 
 
-def _slots_per_request(config: HiSparseConfig, context_length: int) -> int:
-    """Hot slots of a full buffer, or of `context_length` tokens if these are fewer."""
+def _slots_per_request(config: HiSparseConfig, context_length: int, window: int) -> int:
+    """Hot slots of a full buffer and a window, or of `context_length` tokens if a request of these is always short."""
     granule = hot_granule(config.device_buffer_size)
-    return -(-min(config.device_buffer_size + 1, context_length) // granule) * granule
+    is_short = context_length - 1 + window <= config.device_buffer_size
+    return -(-(context_length if is_short else config.device_buffer_size + window) // granule) * granule
 
 
-def _row_table_bytes(config: HiSparseConfig, layout: KVLayout, context_length: int, pages_per_row: int) -> int:
+def _row_table_bytes(
+    config: HiSparseConfig, layout: KVLayout, context_length: int, pages_per_row: int, window: int
+) -> int:
     """Bytes of a row's tables: those of DeviceKVPool (int64), and Residency's in every index layer."""
-    granules = -(-(config.device_buffer_size + 1) // hot_granule(config.device_buffer_size))
+    granules = -(-(config.device_buffer_size + window) // hot_granule(config.device_buffer_size))
     tables = 8 * (granules + pages_per_row + context_length)
     residency = 2 * context_length + (4 + 1) * config.device_buffer_size + 4
     return tables + layout.num_index_layers * residency

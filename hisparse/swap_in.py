@@ -14,28 +14,51 @@ from kvcache.host_pool import HostKVPool
 
 
 @dataclass(frozen=True)
+class Span:
+    """Consecutive positions of each row of a batch: counts[b] of them from first[b] on. int64 [batch], on the device.
+
+    counts: at most `width`, 0 for none.
+    """
+
+    first: torch.Tensor
+    counts: torch.Tensor
+    width: int
+
+    def positions(self) -> torch.Tensor:
+        """int64 [batch * width], row by row, -1 where there is none."""
+        place = torch.arange(self.width, device=self.first.device)
+        return torch.where(place < self.counts[:, None], self.first[:, None] + place, -1).flatten()
+
+
+@dataclass(frozen=True)
 class StepBatch:
-    """The requests of one step and where their newest token goes. All int64 [batch], on the device.
+    """The requests of one step, their queries, and where the tokens that it computes go. All int64, on the device.
 
-    An entry that is below 0 in all of them is padding: nothing is stored, selected or copied for it.
+    rows: [batch], rows of the device pool, distinct, below 0 for padding, for which nothing is stored, selected or
+    copied. newest: [batch], the newest position, with which the row's window begins. queries: query j of a row is at
+    position first + j; `resolve` lowers the counts, in place, where queries are cut. stored: the tokens whose KV the
+    step stores. queries and stored lie in the window.
 
-    rows: rows of the device pool, distinct. newest: the newest position. newest_slots: its slot in the device pool.
-    newest_index_rows: its place in `index_keys.flatten(1, 2)`. newest_host_slots: its slot in the host pool.
+    Of each stored token, [batch * stored.width], -1 for none: stored_slots, its slot in the device pool,
+    stored_index_rows, its place in `index_keys.flatten(1, 2)`, stored_host_slots, its slot in the host pool.
     """
 
     rows: torch.Tensor
     newest: torch.Tensor
-    newest_slots: torch.Tensor
-    newest_index_rows: torch.Tensor
-    newest_host_slots: torch.Tensor
+    queries: Span
+    stored: Span
+    stored_slots: torch.Tensor
+    stored_index_rows: torch.Tensor
+    stored_host_slots: torch.Tensor
 
 
 @dataclass(frozen=True)
 class SwapInPlan:
     """What one resolve decided, for every layer of the index layer's group.
 
-    slots: int64 [batch, k], device slot of every selected position, -1 for -1. miss_host_slots, miss_device_slots:
-    int64, in a shape of the backend's own, what to copy from and to, both -1 for a miss that is a violation.
+    slots: int64 [batch * queries, k], device slot of every selected position, -1 for -1 and for queries that are cut or
+    do not exist. miss_host_slots, miss_device_slots: int64, in a shape of the backend's own, what to copy from and to,
+    both -1 for a miss that is a violation.
     """
 
     slots: torch.Tensor
@@ -47,7 +70,7 @@ class SwapInPlan:
 class SwapInCounters:
     """Monotonic totals. Hits and misses are counted once per index layer, bytes once per layer.
 
-    violations: broken invariants. These are selected positions beyond the newest or below -1, which are taken for -1,
+    violations: broken invariants. These are selected positions beyond the query's or below -1, which are taken for -1,
     and misses without a host slot or a device slot, for which nothing is copied. Tokens of some running request are
     wrong then. No backend raises for them: a device finds them after the caller has gone on.
     """
@@ -84,11 +107,15 @@ class SwapInBackend(ABC):
         self.device = device
         self.residency = residency
         self.device_index_keys = device.index_keys.flatten(1, 2)
-        self._entries = torch.arange(device.max_requests, device=device.device)
+        self._entries = torch.arange(device.max_requests * device.window, device=device.device)
 
     @abstractmethod
     def resolve(self, index_layer: int, batch: StepBatch, positions: torch.Tensor) -> SwapInPlan:
-        """Decide hits and victims by the policy in `hisparse.residency`. positions: int64 [batch, k]."""
+        """Decide cuts, hits and victims by the policy in `hisparse.residency`, and lower `batch.queries.counts`.
+
+        positions: int64 [batch * queries.width, k], what each query selects. What it holds for a query that does not
+        exist is ignored.
+        """
 
     @abstractmethod
     def fetch(self, plan: SwapInPlan, layer: int) -> None:
@@ -117,10 +144,10 @@ class SwapInBackend(ABC):
         self._copy(values.contiguous()[None], layer[None], self._entries[: len(values)], slots)
 
     def backup(self, batch: StepBatch) -> None:
-        """Copy the newest items and index keys, all layers, from device to host."""
+        """Copy the stored items and index keys, all layers, from device to host."""
         host, device = self.host, self.device
-        self._copy(device.kv, host.kv, batch.newest_slots, batch.newest_host_slots)
-        self._copy(self.device_index_keys, host.index_keys, batch.newest_index_rows, batch.newest_host_slots)
+        self._copy(device.kv, host.kv, batch.stored_slots, batch.stored_host_slots)
+        self._copy(self.device_index_keys, host.index_keys, batch.stored_index_rows, batch.stored_host_slots)
 
     def preload(self, row: int, num_tokens: int) -> None:
         """Copy a short request's items, all layers, from host to hot indices 0 .. num_tokens - 1."""
@@ -152,10 +179,14 @@ class CpuSwapIn(SwapInBackend):
         self._hits = self._misses = self._bytes = self._violations = 0
 
     def resolve(self, index_layer: int, batch: StepBatch, positions: torch.Tensor) -> SwapInPlan:
+        queries, k = batch.queries.width, positions.shape[1]
         present = (batch.rows >= 0).nonzero().squeeze(1)
-        rows, newest, wanted = batch.rows[present], batch.newest[present], positions[present]
-        selected = torch.where((wanted >= 0) & (wanted <= newest[:, None]), wanted, -1)
-        plan = self.residency.resolve(index_layer, rows, selected, newest)
+        rows, newest, valid = batch.rows[present], batch.newest[present], batch.queries.counts[present]
+        last = batch.queries.positions().view(-1, queries, 1)[present]
+        wanted = torch.where(last >= 0, positions.view(-1, queries, k)[present], -1)
+        selected = torch.where((wanted >= 0) & (wanted <= last), wanted, -1)
+        plan = self.residency.resolve(index_layer, rows, selected, newest, valid)
+        batch.queries.counts[present] = plan.valid
         miss_rows = rows[plan.miss_batch]
         host_slots = self.device.host_slot_of[miss_rows, plan.miss_positions]
         device_slots = self.device.hot_slots(miss_rows, plan.miss_hot)
@@ -163,9 +194,9 @@ class CpuSwapIn(SwapInBackend):
         self._hits += plan.hits
         self._misses += plan.misses
         self._violations += int((selected != wanted).sum()) + int((~exists).sum())
-        hot_slots = self.device.hot_slots(rows[:, None], plan.hot.clamp(min=0))
+        hot_slots = self.device.hot_slots(rows[:, None, None], plan.hot.clamp(min=0))
         slots = torch.full_like(positions, -1)
-        slots[present] = torch.where(plan.hot >= 0, hot_slots, -1)
+        slots.view(-1, queries, k)[present] = torch.where(plan.hot >= 0, hot_slots, -1)
         return SwapInPlan(
             slots=slots,
             miss_host_slots=torch.where(exists, host_slots, -1),

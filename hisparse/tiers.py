@@ -44,8 +44,11 @@ def build_tiers(
             max_context=sizes.max_context,
             device_buffer_size=hot_size,
             device=device,
+            window=sizes.window,
         )
-        residency = Residency(layout.num_index_layers, sizes.max_requests, sizes.max_context, hot_size, device)
+        residency = Residency(
+            layout.num_index_layers, sizes.max_requests, sizes.max_context, hot_size, device, sizes.window
+        )
         backend, copy_stream = _make_backend(host, pool, residency, config)
         on_failure.pop_all()
     return HiSparseCoordinator(backend, copy_stream, verify)

@@ -28,7 +28,9 @@ def hot_granule(device_buffer_size: int) -> int:
 
 @dataclass(frozen=True)
 class SwapInSpecialization(Specialization):
-    """csrc/swap_in.cu. top_k: the most positions that a launch may select. hot_size: device_buffer_size.
+    """csrc/swap_in.cu. top_k: the most positions that a query may select. hot_size: device_buffer_size.
+
+    queries: of each request, at most `window`, which is that of `hisparse.residency`.
 
     index_type: of rows and newest positions. position_type: of selected positions. aligned: item size and all bases are
     multiples of 16 bytes. seen_bits: how many low bits of a position select its bit in the bitmap that finds repeats.
@@ -43,6 +45,8 @@ class SwapInSpecialization(Specialization):
     aligned: bool
     block_size: int
     seen_bits: int
+    queries: int = 1
+    window: int = 1
 
     entry = "swap_in"
     max_cluster = PORTABLE_CLUSTER
@@ -59,7 +63,12 @@ class SwapInSpecialization(Specialization):
     @property
     def bucket_bits(self) -> int:
         """Of the hash table in which repeated misses meet: at least twice as many buckets as positions."""
-        return max(3, (2 * self.top_k - 1).bit_length())
+        return max(3, (2 * self.most_selected - 1).bit_length())
+
+    @property
+    def most_selected(self) -> int:
+        """Positions that all queries of a request select."""
+        return self.queries * self.top_k
 
     def shared_offsets(self) -> dict[str, int]:
         """Where each array of the kernel's dynamic shared memory begins, and, as SHARED_BYTES, where the last one ends.
@@ -69,10 +78,10 @@ class SwapInSpecialization(Specialization):
         """
         warps = self.block_size // WARP
         arrays = {
-            "SELECTED": 8 * self.top_k,
+            "SELECTED": 8 * self.most_selected,
             "ARRIVED": 8,
-            "POSITION_AT": max(4 * self.hot_size, 8 * self.top_k),
-            "GRANULES": 8 * -(-(self.hot_size + 1) // hot_granule(self.hot_size)),
+            "POSITION_AT": max(4 * self.hot_size, 8 * self.most_selected),
+            "GRANULES": 8 * -(-(self.hot_size + self.window) // hot_granule(self.hot_size)),
             "SEEN": max(2**self.seen_bits // 8, 4 * 2**self.bucket_bits),
             "PROTECT": self.hot_size,
             "TOTALS": 4 * warps,
@@ -99,8 +108,9 @@ class SwapInSpecialization(Specialization):
             fitted = replace(fitted, seen_bits=fitted.seen_bits - 1)
         if fitted.shared_bytes > available:
             raise StartupError(
-                f"swap-in with top_k {self.top_k} and device_buffer_size {self.hot_size} needs {fitted.shared_bytes} "
-                f"bytes of shared memory per block, this device has {available}: lower top_k (or device_buffer_size)"
+                f"swap-in of {self.queries} x top_k {self.top_k} positions with device_buffer_size {self.hot_size} "
+                f"needs {fitted.shared_bytes} bytes of shared memory per block, this device has {available}: lower "
+                "device_buffer_size or speculative-num-steps, or serve a model with a smaller top_k"
             )
         return fitted
 
@@ -109,6 +119,8 @@ class SwapInSpecialization(Specialization):
             "ITEM_BYTES": self.item_bytes,
             "ALIGNED": int(self.aligned),
             "TOP_K": self.top_k,
+            "QUERIES": self.queries,
+            "WINDOW": self.window,
             "HOT_SIZE": self.hot_size,
             "HOT_GRANULE": hot_granule(self.hot_size),
             "INDEX_T": _C_TYPES[self.index_type],
@@ -124,7 +136,7 @@ def seen_bits(max_context: int) -> int:
     return max(_MIN_SEEN_BITS, (max_context - 1).bit_length())
 
 
-def default_block_size(top_k: int) -> int:
+def default_block_size(selected: int) -> int:
     """Threads per block: four selected positions per thread, and at least 512, so that enough warps copy."""
-    wanted = -(-top_k // 4)
+    wanted = -(-selected // 4)
     return min(MAX_BLOCK_SIZE, max(512, 1 << (wanted - 1).bit_length() if wanted > 1 else 1))

@@ -54,6 +54,15 @@ def weight_files(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
+def has_weight(path: Path, name: str) -> bool:
+    """Whether a checkpoint has a weight of that name. Raises as `weight_files` does, and for a damaged file."""
+    (file, *others) = weight_files(path)
+    if others or file.name != SINGLE_FILE:
+        return name in read_json(path / INDEX_FILE)["weight_map"]
+    with file.open("rb") as stream:
+        return name in json.loads(read_header(stream, file))
+
+
 def fingerprint(config: dict[str, Any], files: list[Path]) -> str:
     """A short identity of a model: 16 hex digits over its configuration and samples of its weights.
 

@@ -36,7 +36,8 @@ class ModelSpec:
     A *layer* stores one KV item per token, of `item_dim` elements: the normed latent (`latent_dim`, kv_lora_rank), then
     the roped key (qk_rope_head_dim). An *index layer* is a layer with an indexer of its own; it stores one index key
     per token. `index_layer_of[layer]` is the index layer whose selection the layer uses: its own, or the previous one
-    where the checkpoint shares selections between layers. `kv_cache_dtype` chooses `kv_format`.
+    where the checkpoint shares selections between layers. `kv_cache_dtype` chooses `kv_format`. `draft_layer` is the
+    number of the layer that drafts tokens, which is the last one and an index layer; None if the node does not draft.
     """
 
     model_type: str
@@ -51,6 +52,7 @@ class ModelSpec:
     dtype: torch.dtype
     fingerprint: str
     kv_cache_dtype: KVCacheDtype = "auto"
+    draft_layer: int | None = None
 
     @property
     def num_index_layers(self) -> int:
@@ -91,11 +93,15 @@ class RopeAngles:
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """A network of any family, without the multi-token prediction layers.
+    """A network of any family. layers: those before the final norm.
 
     Dimensions are numbers of elements. query_rank, latent_dim: of the compressed queries and keys (q_lora_rank,
     kv_lora_rank). nope_dim, rope_dim, value_dim: of a head. index_interleaved: see ModelFamily. scaling: of attention
     scores. tied_head: the head has the embedding's weights.
+
+    draft_layers: multi-token prediction layers behind `layers` (num_nextn_predict_layers), of which only the first is
+    served. drafts_share_selection: all drafts of a step use the positions that the layer selects for the first
+    (index_share_for_mtp_iteration).
     """
 
     model_type: str
@@ -122,15 +128,25 @@ class NetworkConfig:
     max_position_embeddings: int
     rope: RopeAngles
     quantization: BlockFp8 | None
+    draft_layers: int
+    drafts_share_selection: bool
 
     def spec(
-        self, dtype: torch.dtype, context_length: int, fingerprint: str, kv_cache_dtype: KVCacheDtype = "auto"
+        self,
+        dtype: torch.dtype,
+        context_length: int,
+        fingerprint: str,
+        kv_cache_dtype: KVCacheDtype = "auto",
+        drafts: bool = False,
     ) -> ModelSpec:
-        """What the rest of the service reads of it."""
+        """What the rest of the service reads of it. drafts: with the draft layer, which it has to have."""
+        index_layer_of = self.index_layer_of
+        if drafts:
+            index_layer_of += (index_layer_of[-1] + 1,)
         return ModelSpec(
             model_type=self.model_type,
-            num_layers=len(self.layers),
-            index_layer_of=self.index_layer_of,
+            num_layers=len(index_layer_of),
+            index_layer_of=index_layer_of,
             item_dim=self.latent_dim + self.rope_dim,
             latent_dim=self.latent_dim,
             index_dim=self.index_dim,
@@ -140,6 +156,7 @@ class NetworkConfig:
             dtype=dtype,
             fingerprint=fingerprint,
             kv_cache_dtype=kv_cache_dtype,
+            draft_layer=len(self.layers) if drafts else None,
         )
 
     @property
@@ -212,6 +229,8 @@ def network_config(config: Any, quantization: BlockFp8 | None = None) -> Network
         max_position_embeddings=config.max_position_embeddings,
         rope=_rope_angles(config),
         quantization=quantization,
+        draft_layers=getattr(config, "num_nextn_predict_layers", None) or 0,
+        drafts_share_selection=bool(getattr(config, "index_share_for_mtp_iteration", False)),
     )
 
 

@@ -24,6 +24,10 @@ class LayerKind(NamedTuple):
     mixture: bool
 
 
+DRAFT_LAYER = LayerKind(indexer=True, mixture=True)
+"""The kind of the multi-token prediction layer in all families."""
+
+
 @dataclass(frozen=True)
 class ModelFamily:
     """Networks of one `model_type` of transformers, with multi-head latent attention and DeepSeek's indexer.
@@ -32,13 +36,15 @@ class ModelFamily:
     rotates neighbouring elements as a pair; else the first half with the second. layers: the kinds of the decoder
     layers of a configuration of transformers, without the multi-token prediction layers; raises ValueError for what is
     not served. shapes: what the config.json of published models has besides the defaults of transformers, by name.
-    tiny: what that of a tiny checkpoint has besides the common part.
+    tiny: what that of a tiny checkpoint has besides the common part. repeats_vocabulary: the multi-token prediction
+    layers of published checkpoints have copies of the embedding and of the head.
     """
 
     index_interleaved: bool
     layers: Callable[[Any], tuple[LayerKind, ...]]
     shapes: Mapping[str, Mapping[str, Any]]
     tiny: Mapping[str, Any] = field(default_factory=dict)
+    repeats_vocabulary: bool = False
 
 
 def _deepseek_layers(config: Any) -> tuple[LayerKind, ...]:
@@ -49,7 +55,7 @@ def _deepseek_layers(config: Any) -> tuple[LayerKind, ...]:
 def _glm_layers(config: Any) -> tuple[LayerKind, ...]:
     """Some layers use the selection of an earlier layer."""
     number = config.num_hidden_layers
-    # Entries past the last layer belong to the multi-token prediction layers, which are not loaded.
+    # Entries past the last layer are those of the multi-token prediction layers, whose kind is always the same.
     indexers = (config.indexer_types or ["full"] * number)[:number]
     if len(indexers) < number or not set(indexers) <= {"full", "shared"} or indexers[0] != "full":
         raise ValueError(
@@ -62,22 +68,30 @@ def _glm_layers(config: Any) -> tuple[LayerKind, ...]:
 
 _GLM_5: dict[str, Any] = {
     "architectures": ["GlmMoeDsaForCausalLM"],
+    "num_nextn_predict_layers": 1,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
 }
-# It is published how many layers of GLM-5.2 have an indexer. Which ones is a guess: the first three and every fourth.
-_GLM_5_2 = {**_GLM_5, "max_position_embeddings": 1048576, "index_topk_freq": 4, "index_skip_topk_offset": 3}
+# Of the layers of GLM-5.2 the first three and every fourth after them have an indexer.
+_GLM_5_2 = {
+    **_GLM_5,
+    "max_position_embeddings": 1048576,
+    "index_topk_freq": 4,
+    "index_skip_topk_offset": 3,
+    "index_share_for_mtp_iteration": True,
+}
 
 FAMILIES: Mapping[FamilyName, ModelFamily] = {
     "deepseek_v32": ModelFamily(
         index_interleaved=False,
         layers=_deepseek_layers,
-        shapes={"deepseek-v3.2": {"architectures": ["DeepseekV32ForCausalLM"]}},
+        shapes={"deepseek-v3.2": {"architectures": ["DeepseekV32ForCausalLM"], "num_nextn_predict_layers": 1}},
+        repeats_vocabulary=True,
     ),
     "glm_moe_dsa": ModelFamily(
         index_interleaved=True,
         layers=_glm_layers,
         shapes={"glm-5": _GLM_5, "glm-5.2": _GLM_5_2},
-        tiny={"index_topk_freq": 2},
+        tiny={"index_topk_freq": 2, "index_share_for_mtp_iteration": True},
     ),
 }
 

@@ -20,7 +20,7 @@ from kernels.attention import AttentionBackend, triton_backend
 from kernels.operands import BlockFp8
 from kernels.ops import fp8_unavailable_reason, triton_unavailable_reason
 from kvcache.choices import KVCacheDtype
-from model.checkpoint import fingerprint, read_json, weight_files
+from model.checkpoint import fingerprint, has_weight, read_json, weight_files
 from model.config import DTYPES, ModelSpec, read_config
 from model.network import Network
 from model.shard import NO_EXCHANGE, SINGLE_RANK, Exchange, Shard
@@ -38,6 +38,8 @@ Quantization = Literal["auto", "fp8"]
 BackendName = Literal["auto", "triton", "torch"]
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
+_OF_ALL_LAYERS = ("embed_tokens", "shared_head.head")
+"""Weights that the multi-token prediction layer of a checkpoint may repeat."""
 _NAMED = 3
 """Weights that a message names."""
 _LEAST_LOGGED = 1 << 30
@@ -63,10 +65,12 @@ def read_spec(
     context_length: int | None = None,
     load_format: LoadFormat = "auto",
     kv_cache_dtype: KVCacheDtype = "auto",
+    drafts: bool = False,
 ) -> ModelSpec:
     """Read a checkpoint's shapes and identity from its configuration and weight headers, without its weights.
 
     `context_length` defaults to all that the model was made for. With load_format `dummy` there need not be weights.
+    drafts: with the draft layer, if the checkpoint has one.
     Raises StartupError where the directory is not a complete checkpoint of a supported model, or its KV cannot be
     stored as `kv_cache_dtype`.
     """
@@ -80,12 +84,22 @@ def read_spec(
             f"{longest}, not {context_length}"
         )
     files = weight_files(path) if load_format == "auto" else []
-    spec = config.spec(dtype, context_length, fingerprint(read_json(path / "config.json"), files), kv_cache_dtype)
+    identity = fingerprint(read_json(path / "config.json"), files)
+    drafts = drafts and has_draft_layer(path, load_format)
+    spec = config.spec(dtype, context_length, identity, kv_cache_dtype, drafts)
     try:
         _ = spec.kv_format
     except ValueError as error:
         raise StartupError(f"{path}: --kv-cache-dtype {kv_cache_dtype}: {error}") from error
     return spec
+
+
+def has_draft_layer(path: Path, load_format: LoadFormat = "auto") -> bool:
+    """Whether a checkpoint has a multi-token prediction layer. Copies are published whose configuration names one, and
+    which lack its weights. Raises StartupError as `read_spec`."""
+    config = read_config(path)
+    name = f"model.layers.{len(config.layers)}.eh_proj.weight"
+    return config.draft_layers > 0 and (load_format == "dummy" or has_weight(path, name))
 
 
 def load_model(
@@ -99,6 +113,7 @@ def load_model(
     quantization: Quantization = "auto",
     kv_cache_dtype: KVCacheDtype = "auto",
     exchange: Exchange = NO_EXCHANGE,
+    drafts: bool = False,
 ) -> SparseModel:
     """Load a checkpoint's weights, converted to `dtype`, onto a device. Never reaches the network.
 
@@ -107,13 +122,14 @@ def load_model(
 
     `backend` computes attention, on KV of `kv_cache_dtype`; by default torch does. With load_format `dummy` the device
     generates random weights instead, the same on every device of a kind, as in SGLang and vLLM. `shard`: which experts
-    to load, where `exchange` connects the processes that have a part each.
+    to load, where `exchange` connects the processes that have a part each. drafts: with the draft layer, if the
+    checkpoint has one.
 
     Raises StartupError for what `read_spec` refuses, where weights are missing or have other shapes, and where they do
     not fit the device.
     """
-    spec = read_spec(path, dtype, context_length, load_format, kv_cache_dtype)
-    config = read_config(path)
+    spec = read_spec(path, dtype, context_length, load_format, kv_cache_dtype, drafts)
+    drafts, config = spec.draft_layer is not None, read_config(path)
     reason = fp8_unavailable_reason(device, dtype)
     if quantization == "fp8" and reason:
         raise StartupError(f"--quantization fp8: {reason}")
@@ -131,14 +147,14 @@ def load_model(
     # First without memory, so that nothing is read of what cannot be served.
     planned = weights(torch.device("meta"))
     try:
-        Network.load(planned, config, shard)
+        Network.load(planned, config, shard, drafts=drafts)
     except ValueError as error:
         raise StartupError(f"{path}: {error}") from error
     if isinstance(planned, StoredWeights):
-        _check(path, planned, stored, len(config.layers))
+        _check(path, planned, stored, spec)
     _check_room(path, planned.num_bytes, device)
     made = weights(device)
-    network = Network.load(made, config, shard, exchange)
+    network = Network.load(made, config, shard, exchange, drafts)
     if isinstance(made, StoredWeights):
         with load_progress("loading weights", made.bytes_to_read) as advance:
             made.fill(advance)
@@ -187,7 +203,7 @@ def _triton_reason(device: torch.device, spec: ModelSpec) -> str | None:
     return None
 
 
-def _check(path: Path, planned: StoredWeights, stored: Mapping[str, StoredTensor], num_layers: int) -> None:
+def _check(path: Path, planned: StoredWeights, stored: Mapping[str, StoredTensor], spec: ModelSpec) -> None:
     """Raise StartupError where the network wants what is not stored. Log what is stored and not wanted."""
     if planned.missing:
         raise StartupError(f"{path} lacks {_some(planned.missing)}")
@@ -196,8 +212,9 @@ def _check(path: Path, planned: StoredWeights, stored: Mapping[str, StoredTensor
     alone = [name for name in stored if name.endswith(SCALES) and name.removesuffix(SCALES) not in stored]
     if alone:
         raise StartupError(f"{path} has scales without the weights that they belong to: {_some(alone)}")
-    left = [name for name in stored if name not in planned.used]
-    skipped = [name for name in left if (layer := _LAYER.match(name)) and int(layer[1]) >= num_layers]
+    repeated = {f"model.layers.{spec.draft_layer}.{name}.weight" for name in _OF_ALL_LAYERS}
+    left = [name for name in stored if name not in planned.used and name not in repeated]
+    skipped = [name for name in left if (layer := _LAYER.match(name)) and int(layer[1]) >= spec.num_layers]
     if skipped:
         log.info("multi-token prediction layers are not loaded", weights=len(skipped))
     unknown = [name for name in set(left).difference(skipped) if not _EXPERT.search(name)]

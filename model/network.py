@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from kernels.operands import Activations, RmsNorm, Rope
 from kernels.ops import ops_for
 from model.attention import Indexer, LatentAttention
 from model.config import NetworkConfig
-from model.families import LayerKind
+from model.families import DRAFT_LAYER, LayerKind
 from model.feed_forward import FeedForward, MixtureOfExperts
 from model.shard import NO_EXCHANGE, SINGLE_RANK, Exchange, Shard
 from model.weights import Linear, Weights
@@ -32,8 +33,8 @@ class Layer:
 
     @classmethod
     def load(cls, weights: Weights, number: int, config: NetworkConfig, shard: Shard, exchange: Exchange) -> "Layer":
-        """The layer of that number."""
-        kind, hidden_size = config.layers[number], config.hidden_size
+        """The layer of that number. The first one after `config.layers` is that of the draft layer."""
+        kind, hidden_size = (*config.layers, DRAFT_LAYER)[number], config.hidden_size
         name = f"model.layers.{number}"
         attention, mlp = f"{name}.self_attn", f"{name}.mlp"
         return cls(
@@ -71,18 +72,61 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class DraftLayer:
+    """The multi-token prediction layer (DeepSeek-V3, arXiv:2412.19437, section 2.2), which drafts a token.
+
+    projection: [hidden_size, 2 * hidden_size], of the next token's normed embedding, then the normed hidden state. The
+    embedding and the head are those of the network.
+    """
+
+    embed_norm: RmsNorm
+    hidden_norm: RmsNorm
+    projection: torch.Tensor
+    layer: Layer
+    norm: RmsNorm
+
+    @classmethod
+    def load(cls, weights: Weights, config: NetworkConfig, shard: Shard, exchange: Exchange) -> "DraftLayer":
+        """The layer after `config.layers`. Its projection is in no published checkpoint in block-fp8."""
+        number, size = len(config.layers), config.hidden_size
+
+        def norm(name: str) -> RmsNorm:
+            return RmsNorm(weights.tensor(f"model.layers.{number}.{name}.weight", (size,)), config.norm_eps)
+
+        return cls(
+            embed_norm=norm("enorm"),
+            hidden_norm=norm("hnorm"),
+            projection=weights.tensor(f"model.layers.{number}.eh_proj.weight", (size, 2 * size)),
+            layer=Layer.load(weights, number, config, shard, exchange),
+            norm=norm("shared_head.norm"),
+        )
+
+    def inputs(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """The layer's input, of the next tokens' embeddings and the hidden states after the final norm, all [N,
+        hidden_size]."""
+        return F.linear(torch.cat((self.embed_norm(embedded), self.hidden_norm(hidden)), dim=-1), self.projection)
+
+
+@dataclass(frozen=True)
 class Network:
-    """All layers of a model, embedding and head. embedding, head: [vocab_size, hidden_size]."""
+    """All layers of a model, embedding and head. embedding, head: [vocab_size, hidden_size]. draft: None if the process
+    does not draft."""
 
     config: NetworkConfig
     embedding: torch.Tensor
     layers: tuple[Layer, ...]
     norm: RmsNorm
     head: torch.Tensor
+    draft: DraftLayer | None
 
     @classmethod
     def load(
-        cls, weights: Weights, config: NetworkConfig, shard: Shard = SINGLE_RANK, exchange: Exchange = NO_EXCHANGE
+        cls,
+        weights: Weights,
+        config: NetworkConfig,
+        shard: Shard = SINGLE_RANK,
+        exchange: Exchange = NO_EXCHANGE,
+        drafts: bool = False,
     ) -> "Network":
         """The part of the network that a process computes. Raises ValueError for a shard that is not possible."""
         vocabulary = config.vocab_size, config.hidden_size
@@ -93,6 +137,7 @@ class Network:
             layers=tuple(Layer.load(weights, number, config, shard, exchange) for number in range(len(config.layers))),
             norm=RmsNorm(weights.tensor("model.norm.weight", (config.hidden_size,)), config.norm_eps),
             head=embedding if config.tied_head else weights.tensor("lm_head.weight", vocabulary),
+            draft=DraftLayer.load(weights, config, shard, exchange) if drafts else None,
         )
 
 

@@ -11,7 +11,7 @@ maps positions to rows, a decode cache swaps positions in and returns their rows
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol, Self
 
 import torch
 
@@ -59,14 +59,21 @@ class DecodeCache(Protocol):
 class PrefillChunk:
     """Consecutive prompt tokens of one request; everything before them is in the cache already.
 
-    token_ids: int64 [T] on any device, at positions [start, start + T). sequence_length: tokens of the whole sequence,
-    including those that another process computes; the torch backend scores rows of that length, as transformers does.
+    token_ids: int64 [T] on any device, at positions [start, start + T). next_ids: int64 [T], the token after each of
+    them. sequence_length: tokens of the whole sequence, including those that another process computes; the torch
+    backend scores rows of that length, as transformers does.
     """
 
     token_ids: torch.Tensor
+    next_ids: torch.Tensor
     start: int
     sequence_length: int
     cache: PrefillCache
+
+    @classmethod
+    def of(cls, prompt: torch.Tensor, start: int, stop: int, cache: PrefillCache) -> Self:
+        """Tokens [start, stop) of a whole prompt, int64, of which at least the last is computed elsewhere."""
+        return cls(prompt[start:stop], prompt[start + 1 : stop + 1], start, len(prompt), cache)
 
     @property
     def stop(self) -> int:
@@ -74,17 +81,41 @@ class PrefillChunk:
 
     def part(self, tokens: range) -> "PrefillChunk":
         """Some of its tokens, counted from its first."""
-        return replace(self, token_ids=self.token_ids[tokens.start : tokens.stop], start=self.start + tokens.start)
+        part = slice(tokens.start, tokens.stop)
+        return replace(
+            self, token_ids=self.token_ids[part], next_ids=self.next_ids[part], start=self.start + tokens.start
+        )
+
+
+class PassTokens(NamedTuple):
+    """N tokens of a forward pass: their ids, those of the tokens after them, and their positions, all int64 [N]."""
+
+    ids: torch.Tensor
+    next_ids: torch.Tensor
+    positions: torch.Tensor
+
+    @classmethod
+    def of(cls, chunks: Sequence[PrefillChunk], device: torch.device) -> Self:
+        """The tokens of all chunks."""
+        return cls(
+            torch.cat([chunk.token_ids for chunk in chunks]).to(device),
+            torch.cat([chunk.next_ids for chunk in chunks]).to(device),
+            torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks]),
+        )
 
 
 class DecodePass:
-    """One new token of each request of a batch."""
+    """New tokens of the requests of a batch."""
 
-    def __init__(self, cache: DecodeCache, spec: ModelSpec, backend: AttentionBackend) -> None:
+    def __init__(
+        self, cache: DecodeCache, spec: ModelSpec, backend: AttentionBackend, selected: torch.Tensor | None = None
+    ) -> None:
+        """selected: the positions that a first layer without index queries attends to."""
         self._cache = cache
         self._spec = spec
         self._backend = backend
-        self._positions: torch.Tensor | None = None
+        self.selected = selected
+        """The positions that the last layer has attended to, int64 [N, k]."""
 
     def store(self, layer: int, items: torch.Tensor) -> None:
         """Keep the new tokens' KV items, uint8 [N, item_bytes]."""
@@ -101,10 +132,10 @@ class DecodePass:
         """
         if index is not None:
             pages = self._cache.index_pages(self._spec.index_layer_of[layer])
-            self._positions = self._backend.select_for_decode(index, pages, self._spec.index_topk)
-        assert self._positions is not None, "the first layer has an indexer"
+            self.selected = self._backend.select_for_decode(index, pages, self._spec.index_topk)
+        assert self.selected is not None, "the first layer has an indexer"
         # Also where the positions are shared: each layer has items of its own to fetch.
-        rows = self._cache.swap_in(layer, self._positions)
+        rows = self._cache.swap_in(layer, self.selected)
         return self._backend.attend_rows(queries, self._cache.kv(layer), rows, scaling, self._spec.latent_dim)
 
 

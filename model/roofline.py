@@ -79,14 +79,16 @@ class RankModel:
         kv_cache_dtype: KVCacheDtype,
         device: torch.device,
         exchange: Exchange = NO_EXCHANGE,
+        drafts: bool = False,
     ) -> "RankModel":
         """The first of `ranks` ranks, in bfloat16. fp8: weights in block-fp8. On the meta device it takes no memory.
+        drafts: with the draft layer.
 
         Raises ValueError for a number of ranks that the experts cannot be divided by.
         """
         weights = RandomWeights(device, torch.bfloat16, BlockFp8(power_of_two=True) if fp8 else None)
-        network = Network.load(weights, sizes, Shard(0, ranks), exchange)
-        spec = sizes.spec(torch.bfloat16, context_length, "random", kv_cache_dtype)
+        network = Network.load(weights, sizes, Shard(0, ranks), exchange, drafts)
+        spec = sizes.spec(torch.bfloat16, context_length, "random", kv_cache_dtype, drafts)
         return cls(network, spec, weights.num_bytes)
 
 
@@ -94,42 +96,69 @@ Works = dict[StepPart, tuple[Work, ...]]
 """What a part does one after the other."""
 
 
-def work_of_step(model: RankModel, batch: int, context: int, missed: float, rank_of: int) -> Works:
-    """The work of a step of `batch` requests of `context` tokens. missed: positions per request and index layer.
+def work_of_step(
+    model: RankModel, batch: int, context: int, missed: float, requests_in_group: int, drafts: int = 0
+) -> Works:
+    """The work of a step of `batch` requests of `context` tokens. missed: positions per token and index layer. drafts:
+    of each request, that the step verifies and makes.
 
-    Weights are read once, of routed experts those that random choices of the group's tokens hit, on average; items,
-    index keys and scores once.
+    Weights are read once, of routed experts those that random choices of the group's tokens hit, on average; items of
+    a request that several tokens select, index keys and scores once. Each draft reads the head once more.
     """
-    spec, router, head = model.spec, model.config.router, model.network.head
-    tokens = batch * rank_of
-    hit = 1 - (1 - router.top_k / router.experts) ** tokens
-    maps = _LayerWork.of(model.network.layers, batch, tokens, hit)
-    selected = batch * min(model.config.index_topk, context)
-    swapped_in = spec.num_layers * batch * missed * spec.kv_format.item_bytes
+    spec, width = model.spec, 1 + drafts
+    layers = model.network.layers
+    maps = _maps_of(model, layers, batch * width, requests_in_group * width)
+    selected = min(model.config.index_topk, context)
+    items = batch * (selected + drafts * min(missed, selected))
+    on_kv = _work_on_kv(model, layers, batch * context, batch * width * context, items, batch * width * selected)
+    fetched = (len(layers) * width + (drafts > 0)) * batch * missed * spec.kv_format.item_bytes
+    head = model.network.head
+    projections = [maps.projections + maps.absorbed, Work(head.nbytes, 2 * batch * width * head.numel())]
+    experts = [maps.experts + maps.router]
+    if (draft := model.network.draft) is not None:
+        of_one = _maps_of(model, (draft.layer,), batch, requests_in_group)
+        projections.append(_work_of_map(Linear(draft.projection), batch * width))
+        for _ in range(drafts):
+            projections += [of_one.projections + of_one.absorbed, Work(head.nbytes, 2 * batch * head.numel())]
+            experts.append(of_one.experts + of_one.router)
+        of_draft = _work_on_kv(
+            model, (draft.layer,), batch * context, batch * context, batch * selected, batch * selected
+        )
+        on_kv = {part: works + of_draft[part] * drafts for part, works in on_kv.items()}
     return {
-        StepPart.PROJECTIONS: (maps.projections + maps.absorbed, Work(head.nbytes, 2 * batch * head.numel())),
-        StepPart.EXPERTS: (maps.experts + maps.router,),
-        **_work_on_kv(model, model.network.layers, batch * context, batch * context, selected, selected),
-        StepPart.SWAP_IN: (Work(link_bytes=swapped_in),),
+        StepPart.PROJECTIONS: tuple(projections),
+        StepPart.EXPERTS: tuple(experts),
+        **on_kv,
+        StepPart.SWAP_IN: (Work(link_bytes=fetched),),
         StepPart.REST: (),
     }
+
+
+def _maps_of(model: RankModel, layers: Sequence[Layer], tokens: int, group_tokens: int) -> "_LayerWork":
+    """Of layers whose experts are those that random choices of the group's tokens hit."""
+    router = model.config.router
+    return _LayerWork.of(layers, tokens, group_tokens, hit=1 - (1 - router.top_k / router.experts) ** group_tokens)
 
 
 def work_of_chunk(model: RankModel, context: int, chunk: int, rank_of: int) -> Works:
     """The work of the last `chunk` tokens of a prompt of `context` tokens.
 
-    Of the last layer the model computes only what stores its KV. Weights, items, index keys and scores are read once;
-    every token of the group chooses experts at random. A position is scored by the tokens from it on. With experts in
-    fp8 the router runs outside of the experts' part: see `timing.PARTS`.
+    Of the last layer, or of the draft layer if there is one, the model computes only what stores its KV. Weights,
+    items, index keys and scores are read once; every token of the group chooses experts at random. A position is scored
+    by the tokens from it on. With experts in fp8 the router runs outside of the experts' part: see `timing.PARTS`.
     """
     *whole, last = model.network.layers
+    stored = _work_of_map(last.down, chunk)
+    if (draft := model.network.draft) is not None:
+        whole.append(last)
+        stored = _work_of_map(draft.layer.down, chunk) + _work_of_map(Linear(draft.projection), chunk)
     maps = _LayerWork.of(whole, chunk, chunk * rank_of, hit=1.0)
     outside, within = (maps.router, Work()) if maps.experts.in_fp8 else (Work(), maps.router)
     start = context - chunk
     scored = sum(range(start + 1, context + 1))
     selected = sum(min(position + 1, model.config.index_topk) for position in range(start, context))
     return {
-        StepPart.PROJECTIONS: (maps.projections + _work_of_map(last.down, chunk), maps.absorbed + outside),
+        StepPart.PROJECTIONS: (maps.projections + stored, maps.absorbed + outside),
         StepPart.EXPERTS: (maps.experts, within),
         **_work_on_kv(model, whole, context, scored, context, selected),
         StepPart.REST: (),
@@ -175,7 +204,9 @@ class _LayerWork:
         return cls(projections, absorbed, experts, router)
 
 
-def _work_on_kv(model: RankModel, layers: Sequence[Layer], keys: int, scored: int, items: int, selected: int) -> Works:
+def _work_on_kv(
+    model: RankModel, layers: Sequence[Layer], keys: int, scored: int, items: float, selected: int
+) -> Works:
     """The work of indexers and attention. In each layer: index keys and items that are read, and pairs of a query and a
     position that is scored or attended to."""
     config, spec = model.config, model.spec

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from kernels.attention import AttentionBackend
+from kernels.operands import Rope
 from kernels.ops import ops_for
 from model.config import ModelSpec
-from model.network import Network
-from model.passes import DecodeCache, DecodePass, PrefillChunk, PrefillPass
+from model.network import Layer, Network
+from model.passes import DecodeCache, DecodePass, PassTokens, PrefillChunk, PrefillPass
 
 SLICE_BYTES = 64 << 20
 """Float32 logits that are computed at a time: those of a whole chunk would take a gigabyte."""
@@ -37,10 +38,12 @@ class SparseModel:
         self.device = network.embedding.device
         self.network = network
         self._backend = backend
+        self._drafted_from: torch.Tensor | None = None
+        """The positions that the last call of `draft` has attended to."""
 
     @torch.no_grad()
     def prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None] = lambda _: None) -> None:
-        """Compute chunks of prompts and store their KV; at most one chunk per request.
+        """Compute chunks of prompts and store their KV, that of the draft layer too; at most one chunk per request.
 
         `on_layer` is called with each layer's number once the work that stores its KV is queued on the device. Nothing
         else of the last layer is computed, since nobody needs its hidden states.
@@ -52,7 +55,7 @@ class SparseModel:
         self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None] = lambda _: None
     ) -> torch.Tensor:
         """As `prefill`, and the hidden states for `logprobs`, [tokens of all chunks, hidden_size]."""
-        return self.network.norm(self._prefill(chunks, on_layer, kv_only=False))
+        return self._prefill(chunks, on_layer, kv_only=False)
 
     @torch.no_grad()
     def logprobs(self, hidden: torch.Tensor, next_ids: torch.Tensor, count: int) -> TokenLogprobs:
@@ -68,13 +71,70 @@ class SparseModel:
 
         Returns float32 logits, shape [batch, vocab_size].
         """
-        hidden = self._forward(token_ids, positions, DecodePass(cache, self.spec, self._backend))
-        return F.linear(self.network.norm(hidden), self.network.head).float()
+        return self.logits(self.decode_hidden(token_ids, positions, cache))
+
+    @torch.no_grad()
+    def decode_hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, cache: DecodeCache) -> torch.Tensor:
+        """As `decode`, but the hidden states after the final norm, [batch, hidden_size]. Without the draft layer."""
+        return self.network.norm(self._forward(token_ids, positions, DecodePass(cache, self.spec, self._backend)))
+
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [N, vocab_size], of hidden states of `decode_hidden` or `draft`."""
+        return F.linear(hidden, self.network.head).float()
+
+    @torch.no_grad()
+    def draft(
+        self,
+        next_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        cache: DecodeCache,
+        picked: torch.Tensor | None,
+        reuse: bool = False,
+    ) -> torch.Tensor | None:
+        """Compute the draft layer for N tokens at int64 positions [N].
+
+        next_ids: int64 [N], the token after each. hidden: [N, hidden_size], of `decode_hidden` at the same position, or
+        where that is not known, what this method returned for the position before. Stores the layer's KV of all N.
+        Returns hidden states of the tokens whose numbers are picked, int64 [B], for `logits` of the token after the
+        next: [B, hidden_size]. picked None: nothing else is computed. reuse: where the checkpoint says so, the B tokens
+        attend to the positions that those of the last call have attended to.
+        """
+        draft, number = self.network.draft, self.spec.draft_layer
+        assert draft is not None, "the model was loaded with its draft layer"
+        assert number is not None, "as its specification says"
+        shared = self._drafted_from if reuse and self.network.config.drafts_share_selection else None
+        forward_pass = DecodePass(cache, self.spec, self._backend, shared)
+        rope = self.network.config.rope.at(positions, hidden.dtype)
+        inputs = draft.inputs(F.embedding(next_ids, self.network.embedding), hidden)
+        stored = self._store(number, draft.layer, inputs, None, rope, forward_pass)
+        if picked is None:
+            return None
+        stored = _Stored(stored.hidden[picked], stored.normed[picked], stored.query_latents[picked])
+        rope = Rope(rope.cos[picked], rope.sin[picked])
+        own, addend = self._attend(number, draft.layer, stored, rope, forward_pass, selects=shared is None)
+        self._drafted_from = forward_pass.selected
+        return draft.norm(own + addend)
 
     def _prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None], kv_only: bool) -> torch.Tensor:
-        token_ids = torch.cat([chunk.token_ids for chunk in chunks]).to(self.device)
-        positions = torch.cat([torch.arange(chunk.start, chunk.stop, device=self.device) for chunk in chunks])
-        return self._forward(token_ids, positions, PrefillPass(chunks, self.spec, self._backend), on_layer, kv_only)
+        """Hidden states after the final norm, unless `kv_only`."""
+        tokens = PassTokens.of(chunks, self.device)
+        return self._forward_prompts(tokens, PrefillPass(chunks, self.spec, self._backend), on_layer, kv_only)
+
+    def _forward_prompts(
+        self, tokens: PassTokens, forward_pass: PrefillPass, on_layer: Callable[[int], None], kv_only: bool
+    ) -> torch.Tensor:
+        draft, number = self.network.draft, self.spec.draft_layer
+        if draft is None or number is None:
+            hidden = self._forward(tokens.ids, tokens.positions, forward_pass, on_layer, kv_only)
+            return hidden if kv_only else self.network.norm(hidden)
+        hidden = self.network.norm(self._forward(tokens.ids, tokens.positions, forward_pass, on_layer))
+        inputs = draft.inputs(F.embedding(tokens.next_ids, self.network.embedding), hidden)
+        rope = self.network.config.rope.at(tokens.positions, hidden.dtype)
+        self._store(number, draft.layer, inputs, None, rope, forward_pass)
+        on_layer(number)
+        return hidden
 
     def _forward(
         self,
@@ -88,27 +148,61 @@ class SparseModel:
 
         With `kv_only` it returns when the last layer's KV is stored, and its result is meaningless.
         """
-        network, backend = self.network, self._backend
+        network = self.network
         hidden, addend = F.embedding(token_ids, network.embedding), None
-        ops = ops_for(hidden)
         rope = network.config.rope.at(positions, hidden.dtype)
         for number, layer in enumerate(network.layers):
-            hidden, normed = ops.add_rms_norm(hidden, addend, layer.input_norm, layer.down.fp8)
-            query_latents, index_keys, compressed = layer.project(normed, rope)
-            attention, indexer = layer.attention, layer.indexer
-            forward_pass.store(number, backend.encode_items(compressed, attention.latent_norm, rope))
-            if indexer:
-                keys = backend.encode_index_keys(index_keys, indexer.key_norm, rope, indexer.interleaved)
-                forward_pass.store_index_keys(number, keys)
+            stored = self._store(number, layer, hidden, addend, rope, forward_pass)
             on_layer(number)
             if kv_only and number == len(network.layers) - 1:
-                break
-            projected_queries, index_queries = layer.project_queries(query_latents)
-            queries = attention.queries(projected_queries, rope)
-            index = indexer.queries(normed.dense, index_queries, rope) if indexer else None
-            attended = forward_pass.attend(number, queries, index, network.config.scaling)
-            hidden, addend = layer.mlp.forward_normed(layer.mlp_norm, hidden, attention.output(attended))
+                return hidden
+            hidden, addend = self._attend(number, layer, stored, rope, forward_pass)
         return hidden if addend is None else hidden + addend
+
+    def _store(
+        self,
+        number: int,
+        layer: Layer,
+        hidden: torch.Tensor,
+        addend: torch.Tensor | None,
+        rope: Rope,
+        forward_pass: PrefillPass | DecodePass,
+    ) -> "_Stored":
+        """Store a layer's KV of tokens with the hidden states hidden + addend, and what is left to compute of it."""
+        backend, indexer = self._backend, layer.indexer
+        hidden, normed = ops_for(hidden).add_rms_norm(hidden, addend, layer.input_norm, layer.down.fp8)
+        query_latents, index_keys, compressed = layer.project(normed, rope)
+        forward_pass.store(number, backend.encode_items(compressed, layer.attention.latent_norm, rope))
+        if indexer:
+            keys = backend.encode_index_keys(index_keys, indexer.key_norm, rope, indexer.interleaved)
+            forward_pass.store_index_keys(number, keys)
+        return _Stored(hidden, normed.dense, query_latents)
+
+    def _attend(
+        self,
+        number: int,
+        layer: Layer,
+        stored: "_Stored",
+        rope: Rope,
+        forward_pass: PrefillPass | DecodePass,
+        selects: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rest of a layer: hidden states, and what is to be added. selects: with its indexer, if it has one."""
+        attention, indexer = layer.attention, layer.indexer
+        projected_queries, index_queries = layer.project_queries(stored.query_latents)
+        queries = attention.queries(projected_queries, rope)
+        index = indexer.queries(stored.normed, index_queries, rope) if indexer and selects else None
+        attended = forward_pass.attend(number, queries, index, self.network.config.scaling)
+        return layer.mlp.forward_normed(layer.mlp_norm, stored.hidden, attention.output(attended))
+
+
+class _Stored(NamedTuple):
+    """Tokens of a layer whose KV is stored: hidden states and normed ones, [N, hidden_size], and latents of queries,
+    [N, query_rank]."""
+
+    hidden: torch.Tensor
+    normed: torch.Tensor
+    query_latents: torch.Tensor
 
 
 def token_logprobs(normed: torch.Tensor, head: torch.Tensor, token_ids: torch.Tensor, count: int) -> TokenLogprobs:

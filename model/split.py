@@ -18,7 +18,7 @@ from kernels.attention import AttentionBackend
 from kernels.operands import IndexQueries
 from model.config import ModelSpec
 from model.network import Network
-from model.passes import PrefillChunk, PrefillPass
+from model.passes import PassTokens, PrefillChunk, PrefillPass
 from model.shard import Shard
 from model.sparse_model import SparseModel
 
@@ -29,7 +29,7 @@ GatherRows = Callable[[torch.Tensor], torch.Tensor]
 class SplitPass(PrefillPass):
     """Stores the tokens of all chunks, and attends for this process's block of them.
 
-    token_ids, positions: int64 [most_tokens] of the block, padding included, on the device of the cache.
+    tokens: those of the block, most_tokens with padding, on the device of the cache.
     """
 
     def __init__(
@@ -49,12 +49,9 @@ class SplitPass(PrefillPass):
         self._block = PrefillPass(own, spec, backend)
         self._num_own = len(shard.tokens(sum(lengths)))
         width = shard.most_tokens(sum(lengths))
-        self.token_ids, self.positions = (torch.zeros(width, dtype=torch.int64, device=device) for _ in range(2))
-        if own:
-            self.token_ids[: self._num_own] = torch.cat([part.token_ids for part in own]).to(device)
-            self.positions[: self._num_own] = torch.cat([torch.arange(part.start, part.stop) for part in own]).to(
-                device
-            )
+        padding = torch.zeros(width - self._num_own, dtype=torch.int64, device=device)
+        parts = PassTokens.of(own, device) if own else (padding[:0],) * 3
+        self.tokens = PassTokens(*(torch.cat((part, padding)) for part in parts))
         self._not_padding = _tokens_among_gathered(shard.world_size, sum(lengths), width, device)
 
     def store(self, layer: int, items: torch.Tensor) -> None:
@@ -102,7 +99,7 @@ class SplitModel(SparseModel):
         """Waits for the others in every layer. Hidden states are of all tokens, in every process."""
         self._on_begin()
         split = SplitPass(chunks, self.spec, self._backend, self._shard, self._gather_rows, self.device)
-        hidden = self._forward(split.token_ids, split.positions, split, on_layer, kv_only)
+        hidden = self._forward_prompts(split.tokens, split, on_layer, kv_only)
         return hidden if kv_only else split.of_all(hidden)
 
 

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from kernels.fp8 import BLOCK, quantise_weight
 from kernels.operands import BlockFp8
 from model.checkpoint import INDEX_FILE
-from model.families import FAMILIES, FamilyName
+from model.families import DRAFT_LAYER, FAMILIES, FamilyName, LayerKind
 from model.stored_weights import SCALES
 from model.tiny_tokenizer import BEGIN_ID, BYTE_VOCAB_SIZE, END_ID, tiny_tokenizer, with_template
 
@@ -65,7 +65,13 @@ class TinySizes(TypedDict, total=False):
 
 
 def write_tiny_checkpoint(
-    path: Path, family: FamilyName, seed: int, *, fp8: BlockFp8 | None = None, **sizes: Unpack[TinySizes]
+    path: Path,
+    family: FamilyName,
+    seed: int,
+    *,
+    fp8: BlockFp8 | None = None,
+    draft_layer: bool = True,
+    **sizes: Unpack[TinySizes],
 ) -> None:
     """Write a complete random checkpoint of about a million parameters into a directory.
 
@@ -75,21 +81,26 @@ def write_tiny_checkpoint(
     The first layer is dense, the others are mixtures of experts. GLM's layers share selections: from the third on,
     every other layer reuses the selection of the layer before it. Raises ValueError for a shape that cannot work.
 
-    fp8: as the published checkpoints in block-fp8 are, with shards, an index, a projection that is left out and a
-    multi-token prediction layer; latents are wider than a block, and no multiple of it.
+    fp8: as the published checkpoints in block-fp8 are, with shards, an index and a projection that is left out; latents
+    are wider than a block, and no multiple of it. draft_layer: with a multi-token prediction layer, which transformers
+    does not read.
     """
     for name, size in cast(dict[str, int], sizes).items():
         if size < _LEAST_SIZES[name]:
             raise ValueError(f"{name} must be at least {_LEAST_SIZES[name]}, not {size}{_WHY.get(name, '')}")
     config = AutoConfig.for_model(**tiny_config(family, fp8=fp8 is not None, **sizes))
+    weights = _random_weights(config, seed)
+    if draft_layer:
+        weights |= _prediction_layer(config, seed + 1, weights)
+    described = config.to_dict() | {"num_nextn_predict_layers": int(draft_layer)}
     if fp8 is None:
-        write_without_weights(path, config.to_dict(), config.vocab_size)
-        save_file(_random_weights(config, seed), path / "model.safetensors", metadata={"format": "pt"})
+        write_without_weights(path, described, config.vocab_size)
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
         return
     left_out = [f"model.layers.{config.num_hidden_layers - 1}.self_attn.q_a_proj"]
-    extra = {"quantization_config": quantization_config(fp8, left_out), "num_nextn_predict_layers": 1}
-    write_without_weights(path, config.to_dict() | extra, config.vocab_size)
-    _write_fp8(path, _random_weights(config, seed) | _prediction_layer(config, seed + 1), fp8, left_out)
+    described |= {"quantization_config": quantization_config(fp8, left_out)}
+    write_without_weights(path, described, config.vocab_size)
+    _write_fp8(path, weights, fp8, left_out)
 
 
 def tiny_config(
@@ -183,10 +194,14 @@ def _write_fp8(path: Path, weights: Mapping[str, torch.Tensor], fp8: BlockFp8, l
 
 
 def _random_weights(config: Any, seed: int) -> dict[str, torch.Tensor]:
+    return _drawn(_shapes(config), seed, f"model.layers.{config.num_hidden_layers - 1}.")
+
+
+def _drawn(shapes: Mapping[str, tuple[int, ...]], seed: int, last_layer: str) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    last_o_proj = f"model.layers.{config.num_hidden_layers - 1}.self_attn.o_proj.weight"
+    last_o_proj = f"{last_layer}self_attn.o_proj.weight"
     weights = {}
-    for name, shape in _shapes(config).items():
+    for name, shape in shapes.items():
         values = torch.randn(shape, generator=generator)
         kind = name.removesuffix(".weight").rsplit(".", 1)[-1]
         if kind == "e_score_correction_bias":
@@ -204,20 +219,32 @@ def _random_weights(config: Any, seed: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _prediction_layer(config: Any, seed: int) -> dict[str, torch.Tensor]:
-    """Weights of a multi-token prediction layer (DeepSeek-V3, section 2.2), which has the number after the last."""
-    last, number = f"model.layers.{config.num_hidden_layers - 1}.", f"model.layers.{config.num_hidden_layers}."
-    hidden, vocab = config.hidden_size, config.vocab_size
-    layer = {name.replace(last, number): shape for name, shape in _shapes(config).items() if name.startswith(last)}
-    layer |= {f"{number}{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", "shared_head.norm")}
-    layer |= {f"{number}eh_proj.weight": (hidden, 2 * hidden)}
-    layer |= {f"{number}{name}.weight": (vocab, hidden) for name in ("embed_tokens", "shared_head.head")}
-    generator = torch.Generator().manual_seed(seed)
-    return {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in layer.items()}
+def _prediction_layer(config: Any, seed: int, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights of a multi-token prediction layer (DeepSeek-V3, section 2.2), which has the number after the last.
+
+    weights: of the other layers.
+    """
+    prefix, hidden = f"model.layers.{config.num_hidden_layers}.", config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}{norm}.weight": (hidden,) for norm in ("enorm", "hnorm")}
+    shapes |= {f"{prefix}eh_proj.weight": (hidden, 2 * hidden), f"{prefix}shared_head.norm.weight": (hidden,)}
+    layer = _drawn(shapes | _layer_shapes(config, prefix, DRAFT_LAYER), seed, prefix)
+    if FAMILIES[config.model_type].repeats_vocabulary:
+        layer[f"{prefix}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+        layer[f"{prefix}shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    return layer
 
 
 def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """Shapes of all weights by name, [out, in] for projections. What a seed gives depends on their order."""
+    vocabulary = config.vocab_size, config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": vocabulary}
+    for layer, kind in enumerate(FAMILIES[config.model_type].layers(config)):
+        shapes |= _layer_shapes(config, f"model.layers.{layer}.", kind)
+    return shapes | {"model.norm.weight": (config.hidden_size,), "lm_head.weight": vocabulary}
+
+
+def _layer_shapes(config: Any, prefix: str, kind: LayerKind) -> dict[str, tuple[int, ...]]:
+    """Those of one layer, whose names begin with the prefix."""
     hidden, experts, index_dim = config.hidden_size, config.n_routed_experts, config.index_head_dim
     heads, q_rank, kv_rank = config.num_attention_heads, config.q_lora_rank, config.kv_lora_rank
     nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
@@ -242,15 +269,13 @@ def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
         mixture |= _mlp_shapes(f"{name}.", hidden, config.moe_intermediate_size)
     dense = _mlp_shapes("", hidden, config.intermediate_size)
 
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for layer, kind in enumerate(FAMILIES[config.model_type].layers(config)):
-        prefix = f"model.layers.{layer}"
-        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
-        attends = attention | indexer if kind.indexer else attention
-        shapes |= {f"{prefix}.self_attn.{name}": shape for name, shape in attends.items()}
-        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
-        shapes |= {f"{prefix}.mlp.{name}": shape for name, shape in (mixture if kind.mixture else dense).items()}
-    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (config.vocab_size, hidden)}
+    attends = attention | indexer if kind.indexer else attention
+    return {
+        f"{prefix}input_layernorm.weight": (hidden,),
+        **{f"{prefix}self_attn.{name}": shape for name, shape in attends.items()},
+        f"{prefix}post_attention_layernorm.weight": (hidden,),
+        **{f"{prefix}mlp.{name}": shape for name, shape in (mixture if kind.mixture else dense).items()},
+    }
 
 
 def _mlp_shapes(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, ...]]:

@@ -155,14 +155,13 @@ class HeldAttempt(PrefillJob):
     def of(cls, request: PrefillRequest, decode: Peer) -> Self:
         slots = expand_extents(request.extents, len(request.token_ids) - request.start)
         attempt = cls(
-            torch.tensor(request.token_ids),
+            torch.tensor((*request.token_ids, request.last_token_id)),
             request.attempt,
             decode,
             request.destination,
             request.start,
             slots,
             prompt_logprobs=request.prompt_logprobs,
-            last_token=request.last_token_id,
         )
         attempt.salt = request.cache_salt
         return attempt

@@ -157,13 +157,12 @@ class Dispatch:
 
 def _step_chunk(attempt: HeldAttempt, chunk: PrefillChunk) -> StepChunk:
     assert attempt.pages is not None
-    wanted = attempt.wanted_logprobs(chunk)
     return StepChunk(
         chunk.token_ids.numpy(),
+        chunk.next_ids.numpy(),
         chunk.start,
         chunk.sequence_length,
         attempt.pages,
-        next_ids=None if wanted is None else wanted.next_ids.numpy(),
-        alternatives=0 if wanted is None else wanted.alternatives,
+        alternatives=attempt.prompt_logprobs,
         awaits=attempt.fetch.work if attempt.state is HeldState.JOINED and attempt.fetch is not None else None,
     )

@@ -38,7 +38,7 @@ class Offer:
             return f"destination item lengths {destination.buffers.item_lengths} != {expected}"
         if num_tokens > self.max_tokens:
             return f"prompt of {num_tokens} tokens; this node takes up to {self.max_tokens}"
-        largest = max(*request.token_ids, request.last_token_id or 0)
+        largest = max(*request.token_ids, request.last_token_id)
         if largest >= self.vocab_size:
             return f"token id {largest} is outside the vocabulary of {self.vocab_size}"
         return None if request.prompt_logprobs is None else too_many(num_tokens, request.prompt_logprobs)

@@ -78,17 +78,17 @@ class BlockToRead(TransferBlock):
 class StepChunk:
     """Tokens of an attempt, int64 [n], at positions from `start` on.
 
-    pages: of the whole attempt, the same numbers in the pools of all ranks. sequence_length: see PrefillChunk.
-    next_ids, alternatives: as in WantedLogprobs, of an attempt that asks for log probabilities. awaits: the number of
-    a prefix that is being read, of which the step waits for each layer.
+    next_ids, sequence_length: see PrefillChunk. pages: of the whole attempt, the same numbers in the pools of all
+    ranks. alternatives: to each token, if the attempt asks for log probabilities. awaits: the number of a prefix that
+    is being read, of which the step waits for each layer.
     """
 
     token_ids: PackedInt64s
+    next_ids: PackedInt64s
     start: int
     sequence_length: int
     pages: PackedInt64s
-    next_ids: PackedInt64s | None = None
-    alternatives: int = 0
+    alternatives: int | None = None
     awaits: int | None = None
 
 

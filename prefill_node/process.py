@@ -128,7 +128,8 @@ def warm_up(model: SparseModel, pool: PagedKVPool, tokens: int) -> None:
     tokens = min(tokens, pool.num_pages * pool.page_size, model.spec.context_length)
     pages = pool.allocate(tokens)
     assert pages is not None
-    model.prefill([PrefillChunk(torch.zeros(tokens, dtype=torch.int64), 0, tokens + 1, PagedSequence(pool, pages))])
+    prompt = torch.zeros(tokens + 1, dtype=torch.int64)
+    model.prefill([PrefillChunk.of(prompt, 0, tokens, PagedSequence(pool, pages))])
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     pool.free(pages)

@@ -9,7 +9,7 @@ import structlog
 import torch
 
 from control.messages import Message, Peer
-from engine.chunked import WantedLogprobs, compute_chunks
+from engine.chunked import compute_chunks
 from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
@@ -163,7 +163,7 @@ class PrefillWorker:
         queued = {}
         try:
             chunks = [self._chunk(chunk) for chunk in step.chunks]
-            queued = compute_chunks(self._model, chunks, [_wanted(chunk) for chunk in step.chunks], on_layer)
+            queued = compute_chunks(self._model, chunks, [chunk.alternatives for chunk in step.chunks], on_layer)
         except AllJobsVoid:
             progress.fail()
         return lambda: StepEnded(
@@ -173,8 +173,9 @@ class PrefillWorker:
         )
 
     def _chunk(self, chunk: StepChunk) -> PrefillChunk:
-        tokens, pages = torch.from_numpy(chunk.token_ids), PagedSequence(self._pool, chunk.pages)
-        return PrefillChunk(tokens, chunk.start, chunk.sequence_length, pages)
+        token_ids, next_ids = torch.from_numpy(chunk.token_ids), torch.from_numpy(chunk.next_ids)
+        pages = PagedSequence(self._pool, chunk.pages)
+        return PrefillChunk(token_ids, next_ids, chunk.start, chunk.sequence_length, pages)
 
     def _exchange(self, gather: orders.Gather) -> Callable[[], StepEnded]:
         self._gather(gather.prefixes)
@@ -183,10 +184,6 @@ class PrefillWorker:
     def _block_ended(self, report: TransferReport) -> None:
         self._blocks.pop(report.work, None)
         self._report(report)
-
-
-def _wanted(chunk: StepChunk) -> WantedLogprobs | None:
-    return None if chunk.next_ids is None else WantedLogprobs(torch.from_numpy(chunk.next_ids), chunk.alternatives)
 
 
 _IDLE_WAIT_S = 0.2

@@ -47,6 +47,7 @@ def identity_of(spec: "ModelSpec") -> ModelIdentity:
         fingerprint=spec.fingerprint,
         dtype=str(spec.dtype).removeprefix("torch."),
         kv_format=spec.kv_format.name,
+        draft_layer=spec.draft_layer is not None,
         num_layers=layout.num_layers,
         num_index_layers=layout.num_index_layers,
         item_bytes=layout.item_bytes,

@@ -55,6 +55,27 @@ class ProcessConfig:
         return self.advertise_host or self.host
 
 
+SpeculativeNumSteps = Literal["auto", "0", "1", "2", "3"]
+MOST_DRAFTS = 3
+"""Of a step. A block's shared memory has no room for the selections of more queries."""
+
+
+def drafts_of(steps: SpeculativeNumSteps, has_draft_layer: bool, device: str) -> int:
+    """Tokens that a step drafts at most; 0: the node is without the draft layer.
+
+    has_draft_layer: of the checkpoint. device: its type. Raises StartupError if the node cannot draft and has to.
+    """
+    if steps == "auto":
+        # Steps with drafts have not been measured on a GPU.
+        return MOST_DRAFTS if has_draft_layer and device == "cpu" else 0
+    if steps != "0" and not has_draft_layer:
+        raise StartupError(
+            f"--speculative-num-steps {steps}: the checkpoint has no multi-token prediction layer "
+            "(num_nextn_predict_layers in config.json, and its weights); give auto or 0"
+        )
+    return int(steps)
+
+
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig(ProcessConfig):
     """The flags of prefill and decode nodes."""
@@ -85,6 +106,14 @@ class NodeConfig(ProcessConfig):
     kv_cache_dtype: Annotated[
         KVCacheDtype,
         Flag("How KV is stored and sent, the same on all nodes; auto follows --dtype."),
+    ] = "auto"
+    speculative_num_steps: Annotated[
+        SpeculativeNumSteps,
+        Flag(
+            "Tokens that a decode step drafts at most, by the checkpoint's multi-token prediction layer; 0: that layer "
+            "is not loaded. auto: up to 3, by measured step times and acceptance, on CPUs; 0 on GPUs. Above 0 on all "
+            "nodes, or on none."
+        ),
     ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "triton", "torch"],

@@ -22,13 +22,13 @@ from control.messages import ADDRESS_PATTERN, CheckpointIdentity, Role
 from kernels.attention import AttentionBackend
 from kernels.ops import fp8_unavailable_reason
 from model.config import ModelSpec
-from model.loader import choose_backend, load_model, read_spec, resolve_dtype
+from model.loader import choose_backend, has_draft_layer, load_model, read_spec, resolve_dtype
 from model.shard import Exchange
 from model.sparse_model import SparseModel
 from ranks.group import RankGroup, Ranks, SingleRank
 from ranks.place import RankPlace
 from service.checkpoint import identify, identity_of
-from service.config import NodeConfig, check_processes
+from service.config import NodeConfig, check_processes, drafts_of
 from service.shell import NodeShell
 from transfer.ports import ClaimedPorts, parse_ports
 from transfer.transports import Transports, choose_transports, num_engines
@@ -59,6 +59,8 @@ class NodeModel:
     """Where this process stands in its group; None if it is a node by itself."""
     device: torch.device
     spec: ModelSpec
+    drafts: int
+    """Tokens that a decode step drafts at most."""
     checkpoint: CheckpointIdentity
     backend: AttentionBackend
 
@@ -71,9 +73,18 @@ class NodeModel:
         check(config)
         device = use_device(config.device)
         dtype = resolve_dtype(config.model_path, config.dtype)
-        spec = read_spec(config.model_path, dtype, config.context_length, config.load_format, config.kv_cache_dtype)
+        can_draft = has_draft_layer(config.model_path, config.load_format)
+        drafts = drafts_of(config.speculative_num_steps, can_draft, device.type)
+        spec = read_spec(
+            config.model_path,
+            dtype,
+            config.context_length,
+            config.load_format,
+            config.kv_cache_dtype,
+            drafts=drafts > 0,
+        )
         backend = choose_backend(config.attention_backend, device, spec)
-        return cls(role, config, place, device, spec, identify(config.model_path), backend)
+        return cls(role, config, place, device, spec, drafts, identify(config.model_path), backend)
 
     @contextmanager
     def start(self, same: Mapping[str, object]) -> Iterator[StartedNode]:
@@ -104,6 +115,7 @@ class NodeModel:
                 quantization=config.quantization,
                 kv_cache_dtype=config.kv_cache_dtype,
                 exchange=exchange,
+                drafts=self.drafts > 0,
             )
             transports = Transports(config.data_host, config.transfer_protocol, config.ib_device, ports)
             yield StartedNode(shell, ranks, model, exchange, transports)
@@ -122,6 +134,7 @@ def common_to_ranks(ranks: Ranks, config: NodeConfig, spec: ModelSpec) -> dict[s
         **identity_of(spec).model_dump(),
         "context_length": spec.context_length,
         "quantization": config.quantization,
+        "speculative_num_steps": config.speculative_num_steps,
         "device": ranks.device.type,
         "computes_in_fp8": fp8_unavailable_reason(ranks.device, spec.dtype) is None,
         "ranks": config.ranks,

@@ -6,6 +6,7 @@ IDENTITY = ModelIdentity(
     fingerprint="f",
     dtype="float32",
     kv_format="float32",
+    draft_layer=False,
     num_layers=2,
     num_index_layers=1,
     item_bytes=16,

@@ -1,6 +1,7 @@
 """`hisparse-pd bench decode`: a decode step of a published shape, part by part, beside what the hardware takes."""
 
 import gc
+import math
 from functools import partial
 
 import torch
@@ -14,6 +15,7 @@ from benchmarks.decode.workload import GivenSelection, Requests, build_model
 from benchmarks.plotting import check_installed
 from benchmarks.swap_in.timing import copy_gb_per_s
 from benchmarks.swap_in.workload import Rotation, Shape
+from engine.draft_policy import DraftPolicy
 from engine.runner import ModelRunner
 from model.loader import choose_backend
 from model.roofline import RankModel, work_of_step
@@ -32,7 +34,8 @@ def run_decode_bench(config: DecodeBench, console: Console | None = None) -> lis
     console = console or Console()
     device = torch.device("cuda", torch.cuda.current_device())
     try:
-        model = build_model(config, device)
+        idle = config.requests_in_group is not None and config.requests_in_group <= min(batches)
+        model = build_model(config, device, drafts=config.speculative_num_steps > 0, idle=idle)
     except ValueError as error:
         raise StartupError(f"bench decode: {error}") from error
     link = copy_gb_per_s()
@@ -53,12 +56,17 @@ def _cases(
     config: DecodeBench, model: RankModel, batch: int, new_positions: list[int], link: float, device: torch.device
 ) -> list[CaseResult]:
     """Time a batch with each number of new positions. Raises RuntimeError if other numbers are missed."""
-    spec, top_k = model.spec, model.spec.index_topk
+    spec, top_k, drafts = model.spec, model.spec.index_topk, config.speculative_num_steps
     hot_size = spec.context_length if config.resident else config.device_buffer_size
-    requests = Requests(spec, config.context, batch, hot_size, device)
-    given = GivenSelection(choose_backend("auto", device, spec), batch, top_k, device)
+    requests = Requests(spec, config.context, batch, hot_size, device, drafts)
+    given = GivenSelection(choose_backend("auto", device, spec), batch, top_k, device, 1 + drafts)
     runner = ModelRunner(
-        SparseModel(model.network, spec, given), requests.coordinator, batch, spec.context_length, record=True
+        SparseModel(model.network, spec, given),
+        requests.coordinator,
+        batch,
+        spec.context_length,
+        record=True,
+        policy=DraftPolicy(drafts),
     )
     results = []
     for count in new_positions:
@@ -66,10 +74,13 @@ def _cases(
         rotation = Rotation(shape, batch, count)
         select = partial(_select, given.positions, rotation)
         timing = time_steps(requests, runner, spec.vocab_size, select, rotation.length, config.steps)
-        expected = 0 if config.resident else count
-        if timing.misses != expected:
+        # The draft layer selects what the last token selects.
+        of_layers = (1 + drafts) * (spec.num_index_layers - (drafts > 0)) + (drafts > 0)
+        expected = 0 if config.resident else count * of_layers / spec.num_index_layers
+        if not math.isclose(timing.misses, expected):
             raise RuntimeError(f"{timing.misses} misses where {expected} are meant to be: the time means nothing")
-        work = work_of_step(model, batch, config.context, expected, config.rank_of)
+        in_group = config.requests_in_group or batch * config.rank_of
+        work = work_of_step(model, batch, config.context, 0 if config.resident else count, in_group, drafts)
         results.append(CaseResult(batch, count, requests.sizes.hot_bytes, timing, work, link))
     requests.close()
     del requests, runner, given
@@ -79,7 +90,10 @@ def _cases(
 
 
 def _select(positions: torch.Tensor, rotation: Rotation, step: int) -> None:
-    positions.copy_(rotation.positions[step % rotation.length])
+    """Each token of a request selects the next of the rotation."""
+    width = len(positions) // rotation.batch
+    for place in range(width):
+        positions[place::width] = rotation.positions[(step * width + place) % rotation.length]
 
 
 def _numbers(flag: str, given: tuple[str, ...], least: int) -> list[int]:

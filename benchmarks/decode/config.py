@@ -24,6 +24,13 @@ class DecodeBench:
     new_positions: Annotated[
         tuple[str, ...], Flag("Selected positions that are new in each step and layer; may be repeated.")
     ] = ()
+    requests_in_group: Annotated[
+        int | None,
+        Flag("Requests of all ranks together; default: as many in each. Padding of others hits no experts.", min=1),
+    ] = None
+    speculative_num_steps: Annotated[
+        int, Flag("Drafts of each request that a step verifies, all of them right, and makes anew.", min=0, max=3)
+    ] = 0
     context: Annotated[int, Flag("Tokens of each request.", min=1)] = 32768
     device_buffer_size: Annotated[int, Flag("Hot slots of each request.", min=1)] = 4096
     resident: Annotated[bool, Flag("With all KV in HBM instead.")] = False

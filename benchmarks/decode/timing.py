@@ -98,22 +98,29 @@ def time_steps(
 ) -> StepTiming:
     """Time steps of all requests, from the call until the device has the logits, one after another. Nothing is sampled.
 
-    `before(n)` prepares step n, outside the time taken, as is making room for the token. Kernels are timed in further
+    A node that drafts verifies as many drafts as it makes, and accepts none. Accepting some takes as long.
+    `before(n)` prepares step n, outside the time taken, as is making room for the tokens. Kernels are timed in further
     steps, which run under the profiler.
     """
     rng = random.Random(0)
+    passes, width = runner.passes, runner.policy.max_width
+    wrong = torch.full((len(requests.ids) * width,), vocab - 1, device=passes.tokens.device)
 
     def step_ms(number: int) -> float:
         before(number)
         requests.make_room()
         for request_id in requests.ids:
             runner.admit(request_id, [rng.randrange(vocab)], [], GREEDY)
+        passes.num_drafts.fill_(width - 1)
         torch.cuda.synchronize()
         start = time.perf_counter()
-        step = launch(runner, requests.coordinator, requests.ids)
+        step = launch(runner, requests.coordinator, requests.ids, width=width)
+        if width > 1:
+            passes.accept(len(requests.ids), width, wrong)
+        runner.draft(step)
         torch.cuda.synchronize()
         elapsed = time.perf_counter() - start
-        requests.coordinator.step_over(step.batch.places.number)
+        requests.coordinator.step_over(step.batch.places, dict.fromkeys(requests.ids, 1))
         return elapsed * 1e3
 
     for number in range(warm_up):

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from benchmarks.wrapped_backend import WrappedBackend
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
-from hisparse.sizing import plan_sizes
+from hisparse.sizing import plan_sizes, step_window
 from hisparse.tiers import build_tiers
 from kernels.attention import AttentionBackend
 from kernels.fp8 import quantise_activations
@@ -30,11 +30,13 @@ _MORE_TOKENS = 512
 class Strangers(Exchange):
     """Stands for a group whose other processes have as many tokens. Nothing is exchanged.
 
-    Their hidden states are random; so are the experts that they choose, where a process gathers routed tokens.
+    Their hidden states are random; so are the experts that they choose, where a process gathers routed tokens. idle:
+    the tokens of the others are padding, and choose no experts there.
     """
 
-    def __init__(self, of: int, hidden_size: int, router: RouterConfig) -> None:
+    def __init__(self, of: int, hidden_size: int, router: RouterConfig, idle: bool = False) -> None:
         self._of = of
+        self._idle = idle
         self._hidden_size = hidden_size
         self._router = router
         self._all: dict[tuple[int, torch.dtype], torch.Tensor] = {}
@@ -58,6 +60,8 @@ class Strangers(Exchange):
             room.copy_(made)
         order = torch.rand(count, self._router.experts, device=device, generator=generator)
         tokens.ids.copy_(order.topk(self._router.top_k).indices)
+        if self._idle:
+            tokens.ids.fill_(-1)
         tokens.weights.fill_(1 / self._router.top_k)
         return tokens.rows
 
@@ -87,14 +91,19 @@ def _as_it_is(exchange: Exchange) -> Exchange:
 
 
 def build_model(
-    config: ModelFlags, device: torch.device, wrapped: Callable[[Exchange], Exchange] = _as_it_is
+    config: ModelFlags,
+    device: torch.device,
+    wrapped: Callable[[Exchange], Exchange] = _as_it_is,
+    drafts: bool = False,
+    idle: bool = False,
 ) -> RankModel:
-    """wrapped: makes the exchange that mixtures of experts use, of the one that stands for the group.
+    """wrapped: makes the exchange that mixtures of experts use, of the one that stands for the group. drafts: with the
+    draft layer. idle: see Strangers.
 
     Raises ValueError for layers or ranks that the shape does not have.
     """
     described = AutoConfig.for_model(**published_config(config.shape, config.layers))
-    return model_of(network_config(described), config, device, wrapped)
+    return model_of(network_config(described), config, device, wrapped, drafts, idle)
 
 
 def model_of(
@@ -102,10 +111,12 @@ def model_of(
     config: ModelFlags,
     device: torch.device,
     wrapped: Callable[[Exchange], Exchange] = _as_it_is,
+    drafts: bool = False,
+    idle: bool = False,
 ) -> RankModel:
     """The same, of these sizes."""
     group = config.rank_of > 1
-    exchange = Strangers(config.rank_of, sizes.hidden_size, sizes.router) if group else NO_EXCHANGE
+    exchange = Strangers(config.rank_of, sizes.hidden_size, sizes.router, idle) if group else NO_EXCHANGE
     return RankModel.build(
         sizes,
         ranks=config.rank_of,
@@ -114,6 +125,7 @@ def model_of(
         kv_cache_dtype=config.kv_cache_dtype,
         device=device,
         exchange=wrapped(exchange),
+        drafts=drafts,
     )
 
 
@@ -121,17 +133,20 @@ class GivenSelection(WrappedBackend):
     """Selects as another backend does, for what it costs, and then answers what it was given.
 
     Hidden states of random weights drift as no text does, and so would what they select: the miss rate would say
-    nothing. `positions`, int64 [batch, topk] on the device, are what every layer is told to have selected; replays of
-    a recorded step read what was last written to it.
+    nothing. `positions`, int64 [batch * width, topk] on the device, are what every layer is told to have selected;
+    replays of a recorded step read what was last written to it. The draft layer selects what the last token of each
+    request does.
     """
 
-    def __init__(self, inner: AttentionBackend, batch: int, topk: int, device: torch.device) -> None:
+    def __init__(self, inner: AttentionBackend, batch: int, topk: int, device: torch.device, width: int = 1) -> None:
         super().__init__(inner)
-        self.positions = torch.zeros((batch, topk), dtype=torch.int64, device=device)
+        self._width = width
+        self.positions = torch.zeros((batch * width, topk), dtype=torch.int64, device=device)
 
     def select_for_decode(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
-        batch, k = super().select_for_decode(index, pages, topk).shape
-        return self.positions[:batch, :k].contiguous()
+        queries, k = super().select_for_decode(index, pages, topk).shape
+        given = self.positions if queries == len(self.positions) else self.positions[self._width - 1 :: self._width]
+        return given[:queries, :k].contiguous()
 
 
 class Requests:
@@ -142,7 +157,13 @@ class Requests:
     """
 
     def __init__(
-        self, spec: ModelSpec, context: int, batch: int, device_buffer_size: int, device: torch.device
+        self,
+        spec: ModelSpec,
+        context: int,
+        batch: int,
+        device_buffer_size: int,
+        device: torch.device,
+        max_drafts: int = 0,
     ) -> None:
         host_slots = batch * (context + _MORE_TOKENS)
         self.sizes = plan_sizes(
@@ -158,6 +179,7 @@ class Requests:
             index_page_size=_INDEX_PAGE,
             available_host_bytes=2**40,
             available_device_bytes=2**40,
+            window=step_window(max_drafts),
         )
         self.ids = [f"r{number}" for number in range(batch)]
         self.coordinator: HiSparseCoordinator = build_tiers(self.sizes, device)

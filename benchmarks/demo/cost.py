@@ -11,7 +11,8 @@ from benchmarks.metric_pages import Metrics
 
 @dataclass(frozen=True)
 class Cost:
-    """hits, misses: selected items that were in the hot buffer, or not. fetched, sent: bytes. seconds: of sending."""
+    """hits, misses: selected items that were in the hot buffer, or not. fetched, sent: bytes. seconds: of sending.
+    tokens: generated. accepted: of these, tokens that were drafted, so that they took no step of their own."""
 
     hits: float
     misses: float
@@ -19,12 +20,19 @@ class Cost:
     sent: float
     writes: float
     seconds: float
+    tokens: float
+    accepted: float
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.tokens / max(1, self.tokens - self.accepted)
 
     @classmethod
     def between(cls, before: Metrics, after: Metrics) -> "Cost":
         swap_in = ("swap_in_hits_total", "swap_in_misses_total", "swap_in_bytes_total")
         transfer = ("transfer_bytes_total", "transfer_descriptors_total", "transfer_seconds_sum")
-        return cls(*(after[name] - before[name] for name in (*swap_in, *transfer)))
+        tokens = ("generated_tokens_total", "spec_decode_num_accepted_tokens_total")
+        return cls(*(after[name] - before[name] for name in (*swap_in, *transfer, *tokens)))
 
 
 def cost_table(answers: Sequence[Answer], costs: Sequence[Cost], hot_buffer: int) -> Table:
@@ -41,6 +49,7 @@ def cost_table(answers: Sequence[Answer], costs: Sequence[Cost], hot_buffer: int
     row("hot buffer", *(f"{hot_buffer} slots" for _ in answers))
     row("of the context", *(f"{hot_buffer / (answer.prompt_tokens + answer.tokens):.1%}" for answer in answers))
     row("hit rate", *(f"{cost.hits / max(1, cost.hits + cost.misses):.1%}" for cost in costs))
+    row("tokens per step", *(f"{cost.tokens_per_step:.2f}" for cost in costs))
     row("fetched from host", *(f"{cost.fetched / 1e6:.2f} MB" for cost in costs))
     row("time to first token", *(f"{answer.first:.2f} s" for answer in answers))
     row("time between tokens", *(f"{answer.between_tokens * 1e3:.1f} ms" for answer in answers))

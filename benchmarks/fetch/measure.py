@@ -101,12 +101,12 @@ class Node:
         self.chunk_size = chunk_size
         self.pool = PagedKVPool(model.spec.kv_layout, -(-tokens // PAGE_SIZE), PAGE_SIZE, _CPU)
         generator = torch.Generator().manual_seed(0)
-        self._ids = torch.randint(0, model.spec.vocab_size, (tokens,), generator=generator)
+        self._prompt = torch.randint(0, model.spec.vocab_size, (tokens + 1,), generator=generator)
 
     def compute(self, tokens: int, said: Callable[[Pass], None]) -> list[Pass]:
         """Compute a random prompt, chunk by chunk."""
         prefill: ChunkedPrefill[PrefillJob] = ChunkedPrefill(self.pool, self.chunk_size)
-        prefill.add(job := PrefillJob(self._ids[:tokens]))
+        prefill.add(job := PrefillJob(self._prompt[: tokens + 1]))
         prefill.start_waiting()
         passes = []
         while (step := prefill.plan()) is not None:
@@ -122,7 +122,7 @@ class Node:
     def compute_behind(self, tokens: int, pages: Int64s, on_layer: Callable[[int], None]) -> None:
         """One pass over the chunk behind so many tokens, whose KV is in these pages or comes there."""
         stop = tokens + self.chunk_size
-        chunk = PrefillChunk(self._ids[tokens:stop], tokens, stop + 1, PagedSequence(self.pool, pages))
+        chunk = PrefillChunk.of(self._prompt[: stop + 1], tokens, stop, PagedSequence(self.pool, pages))
         self.model.prefill([chunk], on_layer)
 
 

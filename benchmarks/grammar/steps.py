@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from benchmarks.decode.workload import Requests
-from benchmarks.stepping import launch
+from benchmarks.stepping import launch, sample
 from control.messages import Sampling
 from engine.grammar.masks import MaskWriter
 from engine.grammar.state import CompiledGrammar
@@ -110,7 +110,7 @@ class GrammarSteps:
 
     def _step(self, answers: Sequence["_Answer"] | None) -> None:
         self._requests.make_room()
-        launched = launch(self._runner, self._requests.coordinator, self._requests.ids, self._sampling, 0.5)
+        launched = launch(self._runner, self._requests.coordinator, self._requests.ids, self._sampling)
         if self._before is not None:
             self._runner.collect(self._before)
         masks = None
@@ -118,7 +118,7 @@ class GrammarSteps:
             for answer in answers:
                 answer.advance()
             masks = self._writer.write([answer.state for answer in answers]).words
-        self._runner.sample(launched, masks=masks)
+        sample(self._runner, launched, 0.5, masks)
         self._before = launched
 
     def close(self) -> None:

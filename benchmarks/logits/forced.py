@@ -65,8 +65,7 @@ def forced_logits(model: SparseModel, token_ids: torch.Tensor, steps: Sequence[i
     prompt = len(token_ids) - sum(steps)
     text = Text(model.spec, len(token_ids), token_ids.device)
     for start in range(0, prompt, chunk):
-        part = token_ids[start : min(start + chunk, prompt)]
-        model.prefill([PrefillChunk(part, start, prompt + 1, text)])
+        model.prefill([PrefillChunk.of(token_ids[: prompt + 1], start, min(start + chunk, prompt), text)])
     logits: list[torch.Tensor] = []
     begin = prompt
     for count in steps:

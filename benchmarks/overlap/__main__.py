@@ -47,6 +47,7 @@ def main(
     host_only: Annotated[
         bool, typer.Option("--host-only", help="A tiny model, and a stub for its steps: what the host alone takes.")
     ] = False,
+    speculative_num_steps: Annotated[int, typer.Option(min=0, max=3, help="Drafts of each request in a step.")] = 0,
     json_path: Annotated[Path, typer.Option("--json")] = Path("bench-overlap.json"),
 ) -> None:
     """Measure steps of a decode node that streams."""
@@ -56,7 +57,8 @@ def main(
             write_tiny_checkpoint(model, "deepseek_v32", seed=0)
         else:
             write_without_weights(model, published_config(shape, layers, routed_experts))
-        records = measure(model, sorted(batches), tokens, device, _STUB_STEP_MS if host_only else 0)
+        stub_ms = _STUB_STEP_MS if host_only else 0
+        records = measure(model, sorted(batches), tokens, device, stub_ms, speculative_num_steps)
     machine = this_machine()
     document = {"machine": str(machine), "records": [vars(record) for record in records]}
     json_path.write_text(json.dumps(document, indent=2) + "\n")
@@ -76,10 +78,12 @@ def main(
     console.print(str(machine))
 
 
-def measure(model: Path, batches: list[int], tokens: int, device: str, stub_step_ms: float) -> list[Record]:
+def measure(
+    model: Path, batches: list[int], tokens: int, device: str, stub_step_ms: float, drafts: int
+) -> list[Record]:
     """Records of these batch sizes, ascending. Raises StartupError for a node that does not start or brings none.
 
-    stub_step_ms: what a step takes of which nothing is computed; 0: steps are computed.
+    stub_step_ms: what a step takes of which nothing is computed; 0: steps are computed. drafts: of each request.
     """
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
     port, control_port = free_port(), free_port()
@@ -88,7 +92,7 @@ def measure(model: Path, batches: list[int], tokens: int, device: str, stub_step
     gateway += ["--control-port", str(control_port)]
     decode = ["decode", *common, "--gateway", f"127.0.0.1:{control_port}", "--port", "0", "--control-port", "0"]
     decode += ["--load-format", "dummy", "--device", device, "--allow-local-prefill", "--log-level", "warning"]
-    decode += ["--max-running-requests", str(batches[-1])]
+    decode += ["--max-running-requests", str(batches[-1]), "--speculative-num-steps", str(drafts)]
     records = model / "records"
     records.touch()
     url = f"http://127.0.0.1:{port}"

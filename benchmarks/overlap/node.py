@@ -16,17 +16,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from control.messages import Token
 from decode_node import process
 from decode_node.node import DecodeNode
 from decode_node.scheduler import Scheduler
 from engine.adjustments import Ban
 from engine.device import Download
-from engine.runner import Batch, LaunchedStep, ModelRunner
-from engine.sampling import NoToken, tokens_of
+from engine.draft_policy import StepSize
+from engine.runner import Batch, Computed, LaunchedStep, ModelRunner
+from engine.sampling import tokens_of
 
 STEADY_TURNS = 20
 STEPS = 50
@@ -84,18 +86,33 @@ class StubRunner(ModelRunner):
         self._over_at = 0.0
 
     def launch(self, batch: Batch, padded: int | None = None) -> LaunchedStep:
-        return LaunchedStep(batch, torch.empty(0))
+        return LaunchedStep(batch, torch.empty(0), padded or len(batch))
 
-    def pad(self, padded: int) -> None:
+    def pad(self, size: StepSize) -> None:
         pass
 
-    def sample(self, step: LaunchedStep, bans: Sequence[Ban] = (), masks: torch.Tensor | None = None) -> None:
+    def sample(
+        self,
+        step: LaunchedStep,
+        uniforms: npt.NDArray[np.float64],
+        bans: Sequence[Ban] = (),
+        masks: torch.Tensor | None = None,
+        ended: Sequence[int] = (),
+    ) -> None:
         self._over_at = max(self._over_at, time.perf_counter()) + self._step_s
 
-    def collect(self, step: LaunchedStep) -> list[Token | NoToken]:
+    def draft(self, step: LaunchedStep) -> bool:
+        return True
+
+    def collect(self, step: LaunchedStep) -> list[Computed]:
         self._wait(max(0.0, self._over_at - time.perf_counter()))
-        self._coordinator.step_over(step.batch.places.number)
-        return tokens_of(torch.full((len(step.batch), 1), 5.0), step.batch.sampling)
+        batch, width = step.batch, step.batch.places.width
+        self._coordinator.step_over(batch.places, dict.fromkeys(batch.request_ids, width))
+        tokens = tokens_of(torch.full((len(batch) * width, 1), 5.0), [s for s in batch.sampling for _ in range(width)])
+        return [
+            Computed(tuple(tokens[first : first + width]), width, (5,) * (width - 1))
+            for first in range(0, len(tokens), width)
+        ]
 
 
 class Recorder:

@@ -28,8 +28,8 @@ class Prompt:
         self._model = SparseModel(model.network, spec, backend)
         pages = self.pool.allocate(context)
         assert pages is not None, "the pool has pages for the whole prompt"
-        token_ids = torch.randint(0, spec.vocab_size, (chunk,), generator=torch.Generator().manual_seed(0))
-        self._chunk = PrefillChunk(token_ids, context - chunk, context + 1, PagedSequence(self.pool, pages))
+        prompt = torch.randint(0, spec.vocab_size, (context + 1,), generator=torch.Generator().manual_seed(0))
+        self._chunk = PrefillChunk.of(prompt, context - chunk, context, PagedSequence(self.pool, pages))
 
     @torch.inference_mode()
     def compute(self) -> None:

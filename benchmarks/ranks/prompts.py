@@ -59,10 +59,10 @@ def _seconds(model: SparseModel, tokens: int, chunk: int, group: RankGroup | Non
     """As a prefill node computes it: chunk by chunk, and the next is launched when one is there."""
     pool = PagedKVPool(model.spec.kv_layout, -(-tokens // _PAGE_SIZE), _PAGE_SIZE, model.device)
     prefill: ChunkedPrefill[PrefillJob] = ChunkedPrefill(pool, chunk)
-    ids = torch.randint(0, model.spec.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0))
+    prompt = torch.randint(0, model.spec.vocab_size, (tokens + 1,), generator=torch.Generator().manual_seed(0))
     times = []
     for _ in range(1 + _TIMED):  # the first one compiles
-        job = PrefillJob(ids)
+        job = PrefillJob(prompt)
         prefill.add(job)
         prefill.start_waiting()
         _finish(model.device)

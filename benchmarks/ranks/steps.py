@@ -66,10 +66,10 @@ def time_steps_of(group: RankGroup, exchange: Exchange, model: RankModel, contex
             step = launch(runner, requests.coordinator, requests.ids)
             _finish(device)
             times[name].append((time.perf_counter() - started) * 1e3)
-            requests.coordinator.step_over(step.batch.places.number)
+            requests.coordinator.step_over(step.batch.places, dict.fromkeys(requests.ids, 1))
     medians = [statistics.median(times[name][_WARM_UP:]) for name in ("group", "alone")]
     group_ms, alone_ms = (max(each) for each in zip(*group.share(medians), strict=True))
-    works = work_of_step(model, batch, context, 0, group.world_size)
+    works = work_of_step(model, batch, context, 0, batch * group.world_size)
     mixtures = sum(isinstance(layer.mlp, MixtureOfExperts) for layer in model.network.layers)
     requests.close()
     del runners, requests

@@ -17,12 +17,14 @@ from hisparse.cuda_swap_in import CudaSwapIn
 
 def run_swap_in_bench(config: SwapInBench, console: Console | None = None) -> Report:
     """Measure, print the tables, write JSON and PNG. Raises StartupError before anything is measured."""
-    _check(config)
+    shape = Shape(
+        config.top_k, config.device_buffer_size, config.item_bytes, config.context_length, queries=config.queries
+    )
+    _check(config, shape)
     console = console or Console()
-    shape = Shape(config.top_k, config.device_buffer_size, config.item_bytes, config.context_length)
     tiers = Tiers(shape, max(config.batches))
     swap_in = CudaSwapIn(tiers.host, tiers.device, tiers.residency, shape.top_k, config.swap_in_block_size)
-    peer = peer_version()
+    peer = peer_version() if shape.queries == 1 else None
     cases = [(batch, misses) for batch in config.batches for misses in config.misses]
     results = []
     for batch, misses in track(cases, "swap-in", console=console, transient=True):
@@ -32,7 +34,7 @@ def run_swap_in_bench(config: SwapInBench, console: Console | None = None) -> Re
                 batch=batch,
                 misses=misses,
                 num_bytes=rotation.num_bytes,
-                cluster=swap_in.cluster_size(batch),
+                cluster=swap_in.cluster_size(batch, shape.queries),
                 swap_in=_time(Ours(tiers, swap_in, rotation)),
                 resolve=_time(Ours(tiers, swap_in, rotation, fetch=False)),
                 peer=_time(Peer(tiers, rotation)) if peer else None,
@@ -41,7 +43,7 @@ def run_swap_in_bench(config: SwapInBench, console: Console | None = None) -> Re
     report = Report(
         results=results,
         shape=shape,
-        block_size=swap_in.block_size,
+        block_size=swap_in.block_size(shape.queries),
         device=torch.cuda.get_device_name(),
         floor_us=launch_floor_us(),
         copy_gb_per_s=copy_gb_per_s(),
@@ -59,7 +61,7 @@ def _time(launcher: Launcher) -> Timing:
     return Timing(graph_us=graph_us(launcher), single_us=single_us(launcher))
 
 
-def _check(config: SwapInBench) -> None:
+def _check(config: SwapInBench, shape: Shape) -> None:
     """Raises StartupError for what cannot be measured."""
     if not torch.cuda.is_available():
         raise StartupError("bench swap-in needs a CUDA device")
@@ -67,6 +69,6 @@ def _check(config: SwapInBench) -> None:
         raise StartupError("bench swap-in needs batches of 1 and more, and misses of 0 and more")
     if max(config.misses) > config.top_k:
         raise StartupError(f"{max(config.misses)} misses per request are more than top_k {config.top_k}")
-    # Refuses sizes that swap-in cannot have.
-    HiSparseConfig(config.device_buffer_size, config.top_k)
+    # Refuses sizes that swap-in cannot have, and that would have it cut queries.
+    HiSparseConfig(config.device_buffer_size, shape.union)
     check_installed()

@@ -12,7 +12,8 @@ from benchmarks.swap_in.targets import BATCHES, MISSES
 class SwapInBench:
     """The flags of the benchmark, and the cases, which have none."""
 
-    top_k: Annotated[int, Flag("Selected positions per request.", min=1)] = 2048
+    top_k: Annotated[int, Flag("Selected positions per query.", min=1)] = 2048
+    queries: Annotated[int, Flag("Queries per request: drafts and one.", min=1)] = 1
     device_buffer_size: Annotated[int, Flag("Hot slots per request.", min=1)] = 4096
     item_bytes: Annotated[int, Flag("Bytes of a token in one layer.", min=8)] = 1152
     context_length: Annotated[int, Flag("Tokens per request in the host pool.", min=1)] = 16384

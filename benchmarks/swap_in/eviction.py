@@ -102,7 +102,7 @@ def play_clock(trace: Trace, first: int, hot_size: int) -> float:
     row, asked, missed = torch.tensor([0]), 0, 0
     for step, selected in enumerate(trace):
         newest = torch.tensor([first + step])
-        plan = residency.resolve(0, row, torch.from_numpy(selected)[None], newest)
+        plan = residency.resolve(0, row, torch.from_numpy(selected)[None, None], newest)
         missed += plan.misses
         asked += len(_older(selected, first + step))
     return 1 - missed / asked

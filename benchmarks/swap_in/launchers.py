@@ -41,12 +41,12 @@ class Ours:
         rotation = self.rotation
         selected = rotation.positions[turn % rotation.length]
         return self._swap_in.launch(
-            0, rotation.rows, rotation.newest, selected, fetch=self._fetch, cluster=self._cluster
+            0, rotation.rows, rotation.newest, rotation.queries, selected, fetch=self._fetch, cluster=self._cluster
         )
 
     def missing(self, turn: int) -> int:
-        selected = self.rotation.positions[turn % self.rotation.length]
-        return int((self._tiers.residency.lookup(0, self.rotation.rows, selected) < 0).sum())
+        union = self.rotation.union[turn % self.rotation.length]
+        return int((self._tiers.residency.lookup(0, self.rotation.rows, union) < 0).sum())
 
 
 class Peer:

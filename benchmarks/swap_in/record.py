@@ -73,12 +73,12 @@ def record(
     coordinator = _tiers(spec, len(prompt_ids) + steps, device)
     pool = PagedKVPool(spec.kv_layout, -(-len(prompt_ids) // _PAGE), _PAGE, device)
     prefill: ChunkedPrefill[PrefillJob] = ChunkedPrefill(pool, _CHUNK)
-    _prefill(model, prefill, coordinator, prompt_ids[:-1])
+    _prefill(model, prefill, coordinator, prompt_ids)
     runner = ModelRunner(model, coordinator, 1, spec.context_length, record=False)
     runner.admit(_REQUEST, prompt_ids, [], sampling)
-    for uniform in np.random.default_rng(sampling.seed).random(steps):
+    for uniform in np.random.default_rng(sampling.seed).random(steps).tolist():
         coordinator.append_tokens([_REQUEST])
-        next_tokens(runner, launch(runner, coordinator, [_REQUEST], sampling, uniform))
+        next_tokens(runner, launch(runner, coordinator, [_REQUEST], sampling), uniform)
     coordinator.request_finished(_REQUEST)
     coordinator.close()
     return _by_layer(backend.selected, spec)
@@ -106,24 +106,24 @@ def _prefill(
     model: SparseModel,
     prefill: ChunkedPrefill[PrefillJob],
     coordinator: HiSparseCoordinator,
-    token_ids: list[int],
+    prompt_ids: list[int],
 ) -> None:
-    """Compute the KV of these tokens and admit a request that has it."""
-    job = PrefillJob(torch.tensor(token_ids))
+    """Compute the KV of a prompt but for its last token, and admit a request that has it."""
+    job = PrefillJob(torch.tensor(prompt_ids))
     prefill.add(job)
     prefill.start_waiting()
     while step := prefill.plan():
         step.compute(model)
         prefill.complete(step)
-    slots = coordinator.host.allocate(len(token_ids))
+    slots = coordinator.host.allocate(job.num_tokens)
     assert slots is not None
     if job.cache is not None:
         pool = prefill.pool
-        staged = StagedKV(list(pool.kv), list(pool.index_keys), job.cache.rows(0, len(token_ids)), lambda: None)
-        coordinator.admit_request_into_staging(_REQUEST, slots, staged, len(token_ids))
+        staged = StagedKV(list(pool.kv), list(pool.index_keys), job.cache.rows(0, job.num_tokens), lambda: None)
+        coordinator.admit_request_into_staging(_REQUEST, slots, staged, job.num_tokens)
         while not coordinator.staging.poll().landed:
             pass
-    coordinator.admit_request_direct(_REQUEST, slots, len(token_ids))
+    coordinator.admit_request_direct(_REQUEST, slots, job.num_tokens)
 
 
 def _by_layer(selected: list[torch.Tensor], spec: ModelSpec) -> dict[int, torch.Tensor]:

@@ -15,7 +15,7 @@ from benchmarks.swap_in.targets import RESOLVE_ABOVE_FLOOR_US, STATED_FLOOR_US, 
 from benchmarks.swap_in.workload import Shape
 
 SCHEMA = 1
-_STATED_SHAPE = (2048, 4096, 1152)
+_STATED_SHAPE = (2048, 4096, 1152, 1)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ class Report:
 
     def stated_us(self, result: CaseResult) -> float | None:
         """The peer's stated figure for a case, if it was stated for this shape."""
-        same = (self.shape.top_k, self.shape.hot_size, self.shape.item_bytes) == _STATED_SHAPE
+        shape = self.shape
+        same = (shape.top_k, shape.hot_size, shape.item_bytes, shape.queries) == _STATED_SHAPE
         return STATED_US.get((result.batch, result.misses)) if same else None
 
     def ratio_to_stated(self, result: CaseResult) -> float | None:
@@ -70,7 +71,7 @@ def print_report(report: Report, console: Console) -> None:
     """Tables of 80 columns at most, a line per case, and what the columns mean."""
     shape = report.shape
     console.print(
-        f"swap-in: top-k {shape.top_k}, {shape.hot_size} hot slots, items of {shape.item_bytes} B, "
+        f"swap-in: top-k {shape.top_k}, {_queries(shape)}{shape.hot_size} hot slots, items of {shape.item_bytes} B, "
         f"{report.block_size} threads per block, {report.device}",
         highlight=False,
     )
@@ -87,6 +88,10 @@ def print_report(report: Report, console: Console) -> None:
     )
     console.print(f"{PEER}: {report.peer_version or 'not installed'}", highlight=False)
     console.print(str(this_machine()), highlight=False)
+
+
+def _queries(shape: Shape) -> str:
+    return f"{shape.queries} queries that select {shape.union} positions in all, " if shape.queries > 1 else ""
 
 
 def _times(report: Report) -> Table:

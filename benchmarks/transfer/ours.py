@@ -220,6 +220,7 @@ def _identity(layers: int, item_bytes: int) -> ModelIdentity:
         fingerprint="benchmark",
         dtype="uint8",
         kv_format="uint8",
+        draft_layer=False,
         num_layers=layers,
         num_index_layers=0,
         item_bytes=item_bytes,

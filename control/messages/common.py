@@ -63,6 +63,7 @@ class ModelIdentity(Identity):
     fingerprint: Identifier
     dtype: Identifier
     kv_format: Identifier
+    draft_layer: bool
     num_layers: UInt
     num_index_layers: UInt
     item_bytes: UInt

@@ -44,19 +44,17 @@ class PrefillRequest(Message, sent_by=DECODE):
 
     attempt: AttemptId
     token_ids: Annotated[TokenIds, Field(min_length=1)]
+    last_token_id: TokenId
     start: UInt = 0
     destination: Destination
     extents: tuple[tuple[UInt, UInt], ...]
     hisparse: bool = False
     cache_salt: CacheSalt = ""
     prompt_logprobs: Alternatives | None = None
-    last_token_id: TokenId | None = None
     ranks: Annotated[tuple[Identifier, ...], Field(max_length=MAX_RANKS)] = ()
 
     @model_validator(mode="after")
-    def _fields_fit_together(self) -> Self:
-        if self.prompt_logprobs is not None and self.last_token_id is None:
-            raise ValueError("prompt_logprobs needs last_token_id")
+    def _extents_cover_tokens(self) -> Self:
         slots = self.destination.buffers.num_items
         if any(start + length > slots for start, length in self.extents):
             raise ValueError(f"an extent ends past the {slots} registered slots")

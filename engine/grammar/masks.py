@@ -4,7 +4,7 @@ A mask is int32 [ceil(vocab / 32)]: bit t % 32 of word t // 32 allows token t.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,14 +13,14 @@ import torch
 from llguidance import LLExecutor
 
 from engine.grammar.errors import GrammarViolation
-from engine.grammar.state import GrammarState
+from engine.grammar.state import FollowedDrafts, GrammarState
 
 MAX_THREADS = 8
 
 
 @dataclass(frozen=True)
 class Masks:
-    """words: int32 [n, words], valid until the writer's next call; None: no request is constrained. failed: why
+    """words: int32 [n * width, words], valid until the writer's next call; None: no request is constrained. failed: why
     requests cannot go on, by index in the batch; their rows allow everything."""
 
     words: torch.Tensor | None
@@ -44,29 +44,54 @@ class MaskWriter:
         # One thread that is not the caller's saves nothing and costs two switches.
         self._executor = LLExecutor(threads) if threads > 1 else None
 
-    def write(self, states: Sequence[GrammarState | None]) -> Masks:
-        """The masks of a batch. None: a request without a grammar, whose row is all ones."""
-        constrained = [(index, state) for index, state in enumerate(states) if state is not None]
-        if not constrained:
+    def write(
+        self, states: Sequence[GrammarState | None], drafts: Sequence[Sequence[int]] = (), width: int = 1
+    ) -> Masks:
+        """The masks of a batch, `width` for each request. None: a request without a grammar, whose rows are all ones.
+
+        drafts: of each request, up to width - 1. The j-th mask is of the token after the first j drafts; it is all ones
+        if these do not fit the grammar, and so cannot be drawn.
+        """
+        followed = {
+            index: FollowedDrafts(state, drafts[index] if drafts else ())
+            for index, state in enumerate(states)
+            if state is not None
+        }
+        if not followed:
             return Masks(None, {})
-        for index, state in enumerate(states):
-            if state is None and not self._free[index]:
-                self._rows[index] = -1
-            self._free[index] = state is None
+        failed: dict[int, str] = {}
+        for place in range(width):
+            rows = {index * width + place: one.state for index, one in followed.items() if one.follow(place)}
+            self._fill(rows, len(states) * width)
+            for row, state in rows.items():
+                try:
+                    state.complete(self._rows[row])
+                except GrammarViolation as violation:
+                    if not place:
+                        failed[row // width] = str(violation)
+            self._clear(row for row in range(place, len(states) * width, width) if row not in rows)
+        for one in followed.values():
+            one.go_back()
+        return Masks(self._words[: len(states) * width], failed)
+
+    def _fill(self, states: Mapping[int, GrammarState], rows: int) -> None:
+        """Write the masks of states to their rows."""
         begin, stride = self._rows.ctypes.data, self._rows.strides[0]
         if self._executor is None:
-            for index, state in constrained:
-                state.matcher.unsafe_compute_mask_ptr(begin + index * stride, stride)
+            for row, state in states.items():
+                state.matcher.unsafe_compute_mask_ptr(begin + row * stride, stride)
         else:
-            matchers = [(state.matcher, index) for index, state in constrained]
-            self._executor.unsafe_compute_mask_ptr(matchers, begin, stride, len(states))
-        failed = {}
-        for index, state in constrained:
-            try:
-                state.complete(self._rows[index])
-            except GrammarViolation as violation:
-                failed[index] = str(violation)
-        return Masks(self._words[: len(states)], failed)
+            matchers = [(state.matcher, row) for row, state in states.items()]
+            self._executor.unsafe_compute_mask_ptr(matchers, begin, stride, rows)
+        for row in states:
+            self._free[row] = False
+
+    def _clear(self, rows: Iterable[int]) -> None:
+        """Have rows allow all tokens."""
+        for row in rows:
+            if not self._free[row]:
+                self._rows[row] = -1
+                self._free[row] = True
 
 
 def masked(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:

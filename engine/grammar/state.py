@@ -71,6 +71,16 @@ class GrammarState:
             reason = self._error() or "it is no stop token"
             raise GrammarViolation(f"token {token_id} is not allowed by the request's grammar: {reason}")
 
+    def try_draft(self, token_id: int) -> bool:
+        """Take a draft, if the grammar allows it and goes on after it. `take_back` undoes that."""
+        ends = token_id in self._stops or token_id in self._foreign
+        return not ends and not self.done and self.matcher.try_consume_tokens([token_id]) == 1
+
+    def take_back(self, count: int) -> None:
+        """Undo the last drafts."""
+        if count and not self.matcher.rollback(count):
+            raise GrammarViolation(f"{count} drafts cannot be taken back: {self._error()}")
+
     def fill(self, row: npt.NDArray[np.int32]) -> None:
         """Write the mask of the next token. row: int32 [words], contiguous; bit i of word i // 32 allows token i.
 
@@ -106,3 +116,24 @@ class GrammarState:
     def _error(self) -> str:
         message = self.matcher.get_error().partition("<backtrace>")[0].replace("<non-verbose/>", "")
         return "; ".join(line.strip() for line in message.splitlines() if line.strip())
+
+
+class FollowedDrafts:
+    """Takes a request's state through its drafts and back."""
+
+    def __init__(self, state: GrammarState, drafts: Sequence[int]) -> None:
+        self.state = state
+        self._drafts = drafts
+        self._taken = 0
+
+    def follow(self, count: int) -> bool:
+        """Take the drafts up to the first `count`, which no call may lower. Whether there are as many, and all fit."""
+        if count > len(self._drafts):
+            return False
+        while self._taken < count and self.state.try_draft(self._drafts[self._taken]):
+            self._taken += 1
+        return self._taken == count
+
+    def go_back(self) -> None:
+        """Take all drafts back."""
+        self.state.take_back(self._taken)

@@ -135,7 +135,7 @@ def test_requests_decode_and_miss_what_they_must_select(model_type: str, rank_of
 def test_work_is_what_has_to_be_read() -> None:
     config = DecodeBench(rank_of=4, quantization="none", kv_cache_dtype="fp8_e4m3")
     model = small(config)
-    work = work_of_step(model, batch=2, context=1000, missed=5, rank_of=4)
+    work = work_of_step(model, batch=2, context=1000, missed=5, requests_in_group=8)
     item_bytes, key_bytes = 32 + 4 + 32, 32 + 4
     assert work[StepPart.INDEX][0].num_bytes == 2 * 2 * 1000 * key_bytes
     assert work[StepPart.ATTENTION][0].num_bytes == 2 * 2 * 32 * item_bytes

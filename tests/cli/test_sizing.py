@@ -15,6 +15,8 @@ GIB = 2**30
 HBM, TENSOR, FP8_TENSOR = 4.8e9, 800e9, 1600e9
 """Bytes and operations in a millisecond."""
 RANKS, CONTEXT, NEW = 8, 65536, 275
+DEEPSEEK = 7168, 128, (128, 64, 128), 1536, 64, 18432, 129280
+GLM = 6144, 64, (192, 64, 256), 2048, 32, 12288, 154880
 BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
 
@@ -51,9 +53,9 @@ def published_weights(
 
 def test_weights_are_what_all_ranks_have_and_a_part_of_the_experts(deepseek: NodeSizing, glm: NodeSizing) -> None:
     """Up to scales and norms; docs/benchmarks.md has what was loaded onto a GPU for one of eight."""
-    expected = published_weights(61, 61, 7168, 128, (128, 64, 128), 1536, 64, 18432, 129280)
+    expected = published_weights(61, 61, *DEEPSEEK)
     assert deepseek.model.num_bytes == pytest.approx(expected, rel=0.005)
-    expected = published_weights(78, 21, 6144, 64, (192, 64, 256), 2048, 32, 12288, 154880)
+    expected = published_weights(78, 21, *GLM)
     assert glm.model.num_bytes == pytest.approx(expected, rel=0.005)
     for name, layers, node in (("DeepSeek-V3.2", 61, deepseek), ("GLM-5.2", 78, glm)):
         assert f"{name}, {layers} layers ({node.model.num_bytes / GIB:.1f} GiB)" in BENCHMARKS.read_text()
@@ -121,6 +123,19 @@ def test_a_command_is_printed_with_every_figure(capsys: pytest.CaptureFixture[st
     line = read_shell(command(deepseek.config).removesuffix(" ...") + " --model-path /m")
     assert (line.command, line.values["ranks"]) == ("decode", 8)
     assert line.values["max_running_requests"] == deepseek.running
+
+
+def test_a_node_that_drafts_has_one_layer_more(deepseek: NodeSizing, glm: NodeSizing) -> None:
+    """And a projection from twice its width, in bfloat16."""
+    for x, sizes, layers, index_layers in ((deepseek, DEEPSEEK, 61, 61), (glm, GLM, 78, 21)):
+        drafting = NodeSizing(replace(x.config, speculative_num_steps="3"))
+        layer = published_weights(layers + 1, index_layers + 1, *sizes) - published_weights(
+            layers, index_layers, *sizes
+        )
+        more = drafting.model.num_bytes - x.model.num_bytes
+        assert more == pytest.approx(layer + 2 * 2 * sizes[0] ** 2, rel=0.005)
+        assert drafting.token_bytes == (layers + 1) * 656 + (index_layers + 1) * 132
+        assert "--speculative-num-steps 3" in command(drafting.config)
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:

@@ -42,6 +42,7 @@ def prefill_request(**changes: Any) -> PrefillRequest:
     fields: dict[str, Any] = {
         "attempt": ATTEMPT,
         "token_ids": (1, 2, 3),
+        "last_token_id": 4,
         "destination": Destination(
             sessions=(Session(transport="tcp", name="127.0.0.1:15000"),),
             identity=IDENTITY,

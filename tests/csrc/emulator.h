@@ -7,6 +7,7 @@
 #pragma once
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -45,6 +46,7 @@ struct Block {
     Barrier barrier;
     std::vector<Warp> warps;
     bool any = false;  // of a __syncthreads_or
+    int count = 0;     // of a __syncthreads_count
 };
 
 struct Cluster_ {
@@ -113,6 +115,16 @@ inline int __syncthreads_or(int predicate) {
     block.any = false;
     return any;
 }
+inline int __syncthreads_count(int predicate) {
+    Block& block = *current->shared;
+    meet(block.barrier, "__syncthreads_count");
+    block.count += predicate != 0;
+    meet(block.barrier, "__syncthreads_count");
+    const int count = block.count;
+    meet(block.barrier, "__syncthreads_count");
+    block.count = 0;
+    return count;
+}
 inline void __syncwarp() { meet(current->warp->barrier, "__syncwarp"); }
 inline void __cluster_barrier_arrive() { current->cluster_generation = arrive(current->cluster->barrier, "cluster"); }
 inline void __cluster_barrier_arrive_relaxed() { __cluster_barrier_arrive(); }
@@ -178,6 +190,11 @@ inline unsigned __reduce_add_sync(unsigned, unsigned value) {
         unsigned sum = 0;
         for (int lane = 0; lane < 32; ++lane) sum += lanes[lane];
         return sum;
+    });
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+    return exchange(value, "__reduce_max_sync", [](unsigned long long* lanes) {
+        return *std::max_element(lanes, lanes + 32);
     });
 }
 

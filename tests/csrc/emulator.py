@@ -14,6 +14,7 @@ COMPILER = shutil.which("g++")
 _HERE = Path(__file__).parent
 _IN_PTX = {  # by how the statement begins
     r'asm volatile\("" :.*?\);': "",
+    r'asm volatile\("prefetch\..*?\);': "",
     r'asm volatile\("griddepcontrol\..*?\);': "",
     r'asm volatile\("setmaxnreg\..*?\);': "",
     r'asm volatile\("mbarrier[^"]*" ::"r"\(shared_address\(gate_\)\), "r"\(threads.*?\);': "make_gate(gate_, threads);",

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hisparse.residency import Residency
+from hisparse.swap_in import Span
 from kernels.copy_items import CopyItemsParams, CopySpecialization
 from kernels.swap_in import SwapInParams, SwapInSpecialization, hot_granule, seen_bits
 from tests.csrc.emulator import COMPILER, EmulatedKernel
@@ -20,26 +21,41 @@ class Emulated:
 
     def __init__(self, kernel: SwapInSpecialization, cluster: int, rows: int, context: int) -> None:
         self.kernel, self.cluster, self.rows, self.context = EmulatedKernel(kernel), cluster, rows, context
-        self.oracle = Residency(1, rows, context, kernel.hot_size, CPU)
-        self.state = Residency(1, rows, context, kernel.hot_size, CPU)
+        self.shape = kernel
+        self.oracle = Residency(1, rows, context, kernel.hot_size, CPU, kernel.window)
+        self.state = Residency(1, rows, context, kernel.hot_size, CPU, kernel.window)
         granule = hot_granule(kernel.hot_size)
-        self.granules = granule * torch.randperm(rows * -(-(kernel.hot_size + 1) // granule)).view(rows, -1)
+        self.granules = granule * torch.randperm(rows * -(-(kernel.hot_size + kernel.window) // granule)).view(rows, -1)
         self.hot_slots = (self.granules[:, :, None] + torch.arange(granule)).flatten(1)
         self.host_slot_of = torch.randperm(rows * context).view(rows, context)
         self.host = torch.randint(0, 256, (rows * context, kernel.item_bytes), dtype=torch.uint8)
         self.device = torch.zeros(self.hot_slots.numel(), kernel.item_bytes, dtype=torch.uint8)
         self.counters = torch.zeros(4, dtype=torch.int64)
 
-    def step(self, rows: list[int], newest: list[int], positions: list[list[int]], padding: int) -> None:
-        batch, k = len(rows) + padding, len(positions[0])
-        given_rows = torch.tensor([*rows, *[-1] * padding])
-        given_newest = torch.tensor([*newest, *[-1] * padding])
-        given = torch.tensor([*positions, *[[5] * k] * padding])
-        slots, host_slots, device_slots = torch.zeros(3, batch, k, dtype=torch.int64)
+    def step(
+        self,
+        rows: list[int],
+        newest: list[int],
+        positions: list[list[list[int]]],
+        padding: int,
+        first: list[int] | None = None,
+        valid: list[int] | None = None,
+    ) -> int:
+        """positions: per row and query. first: the position of query 0, the newest if None. valid: how many queries
+        exist, all if None. Returns how many were cut."""
+        size, queries = len(rows), self.shape.queries
+        batch, k = size + padding, len(positions[0][0])
+        none = [-1] * padding
+        given_rows, given_newest, given_first, given_valid = (
+            torch.tensor([*numbers, *none]) for numbers in (rows, newest, first or newest, valid or [queries] * size)
+        )
+        given = torch.tensor([*positions, *[[[5] * k] * queries] * padding])
+        slots, host_slots, device_slots = torch.zeros(3, batch, queries * k, dtype=torch.int64)
         counts = torch.full((batch,), -9, dtype=torch.int32)
+        left = given_valid.clone()
         state = self.state
         params = SwapInParams(
-            *(tensor.data_ptr() for tensor in (given, given_rows, given_newest)),
+            *(tensor.data_ptr() for tensor in (given, given_rows, given_newest, given_first, left)),
             *(tensor.data_ptr() for tensor in (state.position_at, state.hot_of, state.referenced, state.hand)),
             *(tensor.data_ptr() for tensor in (self.granules, self.host_slot_of, self.host, self.device)),
             *(tensor.data_ptr() for tensor in (slots, host_slots, device_slots, counts, self.counters)),
@@ -47,14 +63,17 @@ class Emulated:
             k,
         )
         before = self.device.clone()
+        counted = self.counters.clone()
         self.kernel.launch(params, (batch * self.cluster, 1, 1), self.cluster)
 
-        size = len(rows)
-        exists = (given[:size] >= 0) & (given[:size] <= given_newest[:size, None])
-        selected = torch.where(exists, given[:size], -1)
-        plan = self.oracle.resolve(0, given_rows[:size], selected, given_newest[:size])
-        owned = self.hot_slots[given_rows[:size, None], plan.hot.clamp(min=0)]
-        assert torch.equal(slots[:size], torch.where(plan.hot >= 0, owned, -1))
+        last = Span(given_first[:size], given_valid[:size], queries).positions().view(size, queries, 1)
+        wanted = torch.where(last >= 0, given[:size], -1)
+        selected = torch.where((wanted >= 0) & (wanted <= last), wanted, -1)
+        plan = self.oracle.resolve(0, given_rows[:size], selected, given_newest[:size], given_valid[:size])
+        assert left.tolist() == [*plan.valid.tolist(), *none]
+        hot = plan.hot.flatten(1)
+        owned = self.hot_slots[given_rows[:size, None], hot.clamp(min=0)]
+        assert torch.equal(slots[:size], torch.where(hot >= 0, owned, -1))
         assert bool((slots[size:] == -1).all())
         missed_rows = given_rows[plan.miss_batch]
         expected_host = self.host_slot_of[missed_rows, plan.miss_positions]
@@ -69,13 +88,38 @@ class Emulated:
             assert torch.equal(getattr(state, name), getattr(self.oracle, name)), name
         before[expected_device] = self.host[expected_host]
         assert torch.equal(self.device, before)
+        violations = int((selected != wanted).sum())
+        assert (self.counters - counted).tolist() == [
+            plan.hits,
+            plan.misses,
+            plan.misses * self.shape.item_bytes,
+            violations,
+        ]
+        return int((given_valid[:size] - plan.valid).sum())
 
 
 def select(rng: random.Random, newest: int, k: int, hot_size: int) -> list[int]:
     low = rng.choice([0, max(0, newest - hot_size - 4)])
-    chosen = [rng.randint(low, newest) for _ in range(k)]
+    distinct = rng.random() < 0.5 and newest - low >= k
+    chosen = rng.sample(range(low, newest + 1), k) if distinct else [rng.randint(low, newest) for _ in range(k)]
     gaps = rng.choice([0.0, 0.0, 0.3, 1.0])
     return [-1 if rng.random() < gaps else position for position in chosen]
+
+
+def select_by_queries(
+    rng: random.Random, first: int, queries: int, k: int, hot_size: int, different: bool
+) -> list[list[int]]:
+    """As consecutive tokens do: mostly what the query before selected, and each up to its own position. All different
+    if that is asked for and there are as many positions."""
+    if different and first >= queries * k:
+        different = rng.sample(range(first), queries * k)
+        return [different[i * k : (i + 1) * k] for i in range(queries)]
+    selected = [select(rng, first, k, hot_size)]
+    drift = rng.choice([0.0, 0.05, 0.3, 1.0, 1.0])
+    for last in range(first + 1, first + queries):
+        new = select(rng, last, k, hot_size)
+        selected.append([n if rng.random() < drift else o for o, n in zip(selected[-1], new, strict=True)])
+    return selected
 
 
 @pytest.mark.parametrize(
@@ -112,11 +156,61 @@ def test_the_swap_in_kernel_does_what_the_oracle_does(
         emulated.step(
             chosen,
             [newest[row] for row in chosen],
-            [select(rng, newest[row], k, hot_size) for row in chosen],
+            [[select(rng, newest[row], k, hot_size)] for row in chosen],
             padding=step % 2,
         )
         for row in chosen:
             newest[row] += 1
+
+
+@pytest.mark.parametrize(
+    ("queries", "window", "top_k", "hot_size", "block_size", "cluster", "steps", "seen"),
+    [
+        (1, 2, 3, 5, 32, 1, 20, None),
+        (1, 6, 40, 64, 64, 2, 15, None),
+        (2, 2, 1, 1, 32, 2, 20, 1),
+        (2, 2, 40, 64, 64, 1, 20, 3),
+        (2, 4, 64, 64, 32, 4, 12, None),
+        (2, 2, 30, 70, 32, 2, 15, None),
+        (3, 4, 6, 6, 64, 8, 12, None),
+        (3, 4, 50, 101, 64, 2, 15, 5),
+        (3, 4, 100, 130, 128, 1, 12, None),
+        (4, 6, 3, 5, 32, 1, 25, None),
+        (4, 6, 40, 64, 64, 4, 12, 4),
+        (4, 6, 64, 150, 64, 1, 12, None),
+        (4, 6, 20, 300, 32, 2, 12, None),
+    ],
+)
+def test_queries_of_a_request_are_resolved_as_the_oracle_does(
+    queries: int, window: int, top_k: int, hot_size: int, block_size: int, cluster: int, steps: int, seen: int | None
+) -> None:
+    """Hot buffers are small, so that queries are cut; short rows become long; draft passes begin inside the window."""
+    torch.manual_seed(top_k)
+    rng = random.Random(queries + top_k)
+    context = 3 * hot_size + steps * window + 20
+    kernel = SwapInSpecialization(
+        top_k, hot_size, 16, "int64", "int64", True, block_size, seen or seen_bits(context), queries, window
+    )
+    emulated = Emulated(kernel, cluster, rows=3, context=context)
+    newest = [max(0, hot_size - window - 2), hot_size + 1, 3 * hot_size + 3]
+    for residency in (emulated.oracle, emulated.state):
+        residency.reset_short(0)
+    cut = 0
+    for step in range(steps):
+        chosen = rng.sample(range(3), rng.randint(1, 3))
+        k = top_k if step % 3 else rng.randint(1, top_k)
+        first = [newest[row] + rng.choice([0, rng.randint(0, window - queries)]) for row in chosen]
+        cut += emulated.step(
+            chosen,
+            [newest[row] for row in chosen],
+            [select_by_queries(rng, last, queries, k, hot_size, different=step % 3 == 2) for last in first],
+            padding=step % 2,
+            first=first,
+            valid=[queries if step % 3 else rng.randint(0, queries) for _ in chosen],
+        )
+        for row in chosen:
+            newest[row] += rng.randint(1, queries)
+    assert (cut > 0) == (queries * top_k > hot_size)
 
 
 @pytest.mark.parametrize("cluster", [1, 4])
@@ -124,9 +218,20 @@ def test_the_swap_in_kernel_does_what_the_oracle_does(
 def test_positions_that_do_not_exist_are_counted_once_and_select_nothing(newest: int, cluster: int) -> None:
     kernel = SwapInSpecialization(4, 8, 16, "int64", "int64", True, 32, seen_bits(64))
     emulated = Emulated(kernel, cluster, rows=1, context=64)
-    emulated.step([0], [newest], [[newest + 1, 3, 2**40, -2]], padding=1)
+    emulated.step([0], [newest], [[[newest + 1, 3, 2**40, -2]]], padding=1)
     _, _, _, violations = emulated.counters.tolist()
     assert violations == 3
+
+
+@pytest.mark.parametrize("cluster", [1, 4])
+@pytest.mark.parametrize("newest", [3, 40])
+def test_each_query_has_positions_up_to_its_own(newest: int, cluster: int) -> None:
+    kernel = SwapInSpecialization(2, 8, 16, "int64", "int64", True, 32, seen_bits(64), queries=3, window=4)
+    emulated = Emulated(kernel, cluster, rows=1, context=64)
+    own = [[newest, newest + 1], [newest + 1, newest + 2], [newest + 2, 2**40]]
+    emulated.step([0], [newest], [own], padding=1, valid=[2])
+    _, _, _, violations = emulated.counters.tolist()
+    assert violations == 2, "a query that does not exist violates nothing"
 
 
 @pytest.mark.parametrize("item_bytes", [8, 9, 12, 16, 17, 31, 36, 48, 65, 132, 513, 656, 1152, 6004])

@@ -53,6 +53,10 @@ def every_specialization() -> list[Specialization]:
         specialization(top_k=top_k, hot_size=hot_size, block_size=default_block_size(top_k))
         for top_k, hot_size in [(1, 1), (31, 33), (512, 1024), (2048, 2048), (2048, 32767), (8192, 16384)]
     ]
+    found += [
+        specialization(queries=queries, window=window, hot_size=hot_size, block_size=default_block_size(2048 * queries))
+        for queries, window, hot_size in [(1, 2, 4096), (2, 2, 4096), (3, 4, 4096), (4, 6, 4096), (4, 6, 16384)]
+    ]
     return [*found, *TOP_K]
 
 
@@ -152,10 +156,18 @@ def test_arrays_in_shared_memory_do_not_overlap_and_their_sum_is_checked() -> No
     assert offsets == sorted(offsets)
     assert all(offset % 16 == 0 for offset in offsets)
 
-    for kernel in (specialization(top_k=2048, hot_size=32767), specialization(top_k=8192, hot_size=16384)):
+    for kernel in (
+        specialization(top_k=2048, hot_size=32767),
+        specialization(top_k=8192, hot_size=16384),
+        specialization(queries=4, window=6, hot_size=16384),
+    ):
         assert kernel.fitted(H100_SHARED_MEMORY) == kernel
-    with pytest.raises(StartupError, match=r"needs .* bytes of shared memory per block, this device has 232448"):
-        specialization(top_k=16384, hot_size=32767).fitted(H100_SHARED_MEMORY)
+    for sizes, named in (
+        ({"top_k": 16384, "hot_size": 32767}, "1 x top_k 16384 positions with device_buffer_size 32767"),
+        ({"hot_size": 24576, "queries": 4, "window": 6}, "4 x top_k 2048 positions with device_buffer_size 24576"),
+    ):
+        with pytest.raises(StartupError, match=f"{named} needs .* per block, this device has 232448"):
+            specialization(**sizes).fitted(H100_SHARED_MEMORY)
 
 
 def test_long_contexts_share_bits_where_shared_memory_is_short() -> None:

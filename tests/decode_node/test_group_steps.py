@@ -5,23 +5,25 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from engine.draft_policy import StepSize
 from ranks.barrier import GroupFailed, StepBarrier
 from ranks.group import SingleRank
 from tests.decode_node.world import World, counted
 
 
 class OtherRanks(SingleRank):
-    """A group whose other ranks have `batch` requests at most in each step. It is its own step barrier."""
+    """A group whose other ranks want steps of `batch` requests at most, and of `width` tokens of each. It is its own
+    step barrier."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self.barrier: StepBarrier = self
-        self.batch = 0
+        self.batch, self.width = 0, 1
         self.asked: list[int] = []
 
-    def wait(self, batch: int) -> int:
-        self.asked.append(batch)
-        return max(batch, self.batch)
+    def wait(self, wanted: int) -> int:
+        self.asked.append(wanted)
+        return max(wanted, StepSize(self.batch, self.width).packed)
 
     def spin_before_sleep(self, is_awaited: Callable[[], bool]) -> bool:
         return False
@@ -81,3 +83,15 @@ def test_padding_that_fails_ends_the_group(harness: World, ranks: OtherRanks) ->
     ranks.batch = 2
     with pytest.raises(GroupFailed, match="a collective failed"):
         harness.turn()
+
+
+def test_ranks_that_draft_compute_steps_of_the_width_of_the_largest(ranks: OtherRanks) -> None:
+    drafting = World(ranks=ranks, max_drafts=3)
+    ranks.batch, ranks.width = 5, 2
+    drafting.turn()
+    assert drafting.model.batches == [10], "two tokens of each of five requests, all padding"
+    drafting.ask("r", (1, 2, 3), 20)
+    drafting.run()
+    assert drafting.answers["r"] == counted((3,), 20)
+    assert set(drafting.model.batches) == {10}
+    assert drafting.coordinator.counters().violations == 0

@@ -73,7 +73,7 @@ def test_log_probabilities_are_asked_for_until_the_prompt_lands(h: RemoteWorld) 
     h.dispatch()
     [asked_again] = [message for key, (_, message) in h.control.repeated.items() if key[0] == "prefill"]  # type: ignore[index]
     assert isinstance(asked_again, PrefillRequest)
-    assert (asked_again.prompt_logprobs, asked_again.last_token_id) == (None, None)
+    assert (asked_again.prompt_logprobs, asked_again.last_token_id) == (None, 4)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import torch
 
+from base.block_hashes import BLOCK_TOKENS
 from base.metrics import Metrics
 from control.messages import (
     Abort,
@@ -30,12 +31,13 @@ from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Limits, RequestState
 from decode_node.scheduler import Scheduler
 from decode_node.verifier import ChecksumTask
+from engine.draft_policy import DraftPolicy
 from engine.grammar.errors import UnsupportedTokenizer
 from engine.grammar.vocabulary import Vocabulary
 from engine.runner import ModelRunner
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
-from hisparse.sizing import Sizes
+from hisparse.sizing import Sizes, step_window
 from hisparse.step import DecodeStep
 from hisparse.tiers import build_tiers
 from kvcache.extents import Extent, HostSlots
@@ -54,6 +56,7 @@ PREFILL = Peer(role="prefill", address="127.0.0.1:2", boot_id="prefill")
 
 FORMAT = DenseFormat(torch.float32, item_dim=2, index_dim=2)
 LAYOUT = KVLayout((0,), FORMAT.item_bytes, FORMAT.index_key_bytes)
+DRAFTING = KVLayout((0, 1), FORMAT.item_bytes, FORMAT.index_key_bytes)
 VOCAB = 512
 HOT = 4
 
@@ -69,7 +72,13 @@ def destination(num_slots: int) -> Destination:
 
 
 def tiers(
-    layout: KVLayout, host_slots: int, device_slots: int, max_requests: int, has_prefix_cache: bool = False
+    layout: KVLayout,
+    host_slots: int,
+    device_slots: int,
+    max_requests: int,
+    has_prefix_cache: bool = False,
+    max_drafts: int = 0,
+    verify: bool = False,
 ) -> HiSparseCoordinator:
     sizes = Sizes(
         config=HiSparseConfig(device_buffer_size=HOT, top_k=HOT),
@@ -83,8 +92,9 @@ def tiers(
         num_index_pages=400,
         table_bytes=0,
         has_prefix_cache=has_prefix_cache,
+        window=step_window(max_drafts),
     )
-    return build_tiers(sizes, CPU)
+    return build_tiers(sizes, CPU, verify)
 
 
 def counted(prompt: tuple[int, ...], tokens: int) -> list[int]:
@@ -101,9 +111,11 @@ class CountingModel:
     """Predicts input + 1, and appends recognisable KV as a real model would."""
 
     device = CPU
-    spec = SimpleNamespace(vocab_size=VOCAB)
 
-    def __init__(self) -> None:
+    def __init__(self, guesses: Callable[[int], int] = lambda token_id: token_id + 1) -> None:
+        """guesses: the draft of the token after one, of a node that drafts."""
+        self.spec = SimpleNamespace(vocab_size=VOCAB, num_layers=2, draft_layer=1)
+        self.guesses = guesses
         self.batches: list[int] = []
         self.error: Exception | None = None
         self.overflows_after = -1
@@ -113,7 +125,7 @@ class CountingModel:
         """The position that a token selects its successor of."""
         self.step_s = 0.0
 
-    def decode(self, token_ids: torch.Tensor, positions: torch.Tensor, step: DecodeStep) -> torch.Tensor:
+    def decode_hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, step: DecodeStep) -> torch.Tensor:
         if self.error is not None:
             raise self.error
         self.batches.append(len(token_ids))
@@ -123,8 +135,35 @@ class CountingModel:
         newest_selected = positions + (positions == self.violates_at)
         step.swap_in(0, (newest_selected[:, None] - torch.arange(HOT)).clamp(min=-1))
         time.sleep(self.step_s)
-        logits = self.scale * torch.nn.functional.one_hot(token_ids + 1, VOCAB).float()
-        return logits.masked_fill((token_ids == self.overflows_after)[:, None], float("inf"))
+        return token_ids[:, None]
+
+    def draft(
+        self,
+        next_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        step: DecodeStep,
+        picked: torch.Tensor | None,
+        reuse: bool = False,
+    ) -> torch.Tensor | None:
+        pairs = torch.stack((next_ids, positions), 1)
+        step.append_index_keys(1, FORMAT.encode_index_keys(pairs))
+        step.append(1, FORMAT.encode_items(pairs))
+        if picked is None:
+            return None
+        step.swap_in(1, (positions[picked, None] - torch.arange(HOT)).clamp(min=-1))
+        # `logits` predicts the token after it.
+        return torch.tensor([[self.guesses(token_id) - 1] for token_id in next_ids[picked].tolist()])
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.scale * torch.nn.functional.one_hot((hidden[:, 0] + 1) % VOCAB, VOCAB).float()
+        return logits.masked_fill(hidden == self.overflows_after, float("inf"))
+
+
+def kv_pairs(tokens: torch.Tensor, layout: KVLayout) -> list[torch.Tensor]:
+    """What the model stores of all tokens but the last, in each layer: the draft layer's entry depends on the next."""
+    positions = torch.arange(len(tokens) - 1)
+    return [torch.stack((of, positions), 1) for of in (tokens[:-1], tokens[1:])][: layout.num_layers]
 
 
 def no_grammars() -> Vocabulary:
@@ -148,6 +187,8 @@ class World:
     model: CountingModel = field(default_factory=CountingModel)
     metrics: Metrics = field(default_factory=Metrics)
     caching: bool = False
+    max_drafts: int = 0
+    policy: DraftPolicy | None = None
     lingering: bool = False
     """Whether the prefill node had something cut and posted again."""
     answers: dict[str, list[int]] = field(default_factory=dict)
@@ -158,7 +199,10 @@ class World:
     ranks: Ranks = field(default_factory=lambda: SingleRank(CPU))
 
     def __post_init__(self) -> None:
-        self.coordinator = tiers(LAYOUT, self.host_slots, self.device_slots, self.max_running, self.caching)
+        layout, drafts = (DRAFTING, self.max_drafts) if self.max_drafts else (LAYOUT, 0)
+        self.coordinator = tiers(
+            layout, self.host_slots, self.device_slots, self.max_running, self.caching, drafts, verify=drafts > 0
+        )
         self.buffers = self.coordinator.host.get_contiguous_buf_infos()
         self.remote = RemotePrefill(
             self.control,  # type: ignore[arg-type]
@@ -173,7 +217,14 @@ class World:
         )
         self.table = self.remote._reservations
         self.remote.nodes.learn(GATEWAY.address, (PREFILL,), {})
-        self.runner = ModelRunner(self.model, self.coordinator, self.max_running, 1000, record=False)  # type: ignore[arg-type]
+        self.runner = ModelRunner(
+            self.model,  # type: ignore[arg-type]
+            self.coordinator,
+            self.max_running,
+            1000,
+            record=False,
+            policy=self.policy or DraftPolicy(self.max_drafts),
+        )
         self.grammars = Grammars(self.vocabulary, self.max_running, pinned=False, wake=self.grammar_done.set)
         self.scheduler = Scheduler(
             self.runner,
@@ -206,12 +257,12 @@ class World:
 
     def write(self, message: PrefillRequest) -> None:
         """The KV of what was asked for, as the model makes it."""
-        tokens = torch.tensor(message.token_ids)
-        pairs = torch.stack((tokens, torch.arange(len(tokens))), 1)[message.start :]
+        tokens = torch.tensor((*message.token_ids, message.last_token_id))
         slots = HostSlots(tuple(Extent(*extent) for extent in message.extents)).slots()
-        at = torch.from_numpy(slots)[: len(pairs)]
-        self.coordinator.host.kv[0][at] = FORMAT.encode_items(pairs)
-        self.coordinator.host.index_keys[0][at] = FORMAT.encode_index_keys(pairs)
+        for layer, pairs in enumerate(kv_pairs(tokens, self.coordinator.host.layout)):
+            at = torch.from_numpy(slots)[: len(pairs) - message.start]
+            self.coordinator.host.kv[layer][at] = FORMAT.encode_items(pairs[message.start :])
+            self.coordinator.host.index_keys[layer][at] = FORMAT.encode_index_keys(pairs[message.start :])
 
     def turn(self) -> None:
         self.land()
@@ -274,11 +325,14 @@ class Caching(World):
             if slots is None or request.state is RequestState.LOCAL_PREFILL:
                 continue
             known = len(slots) if request.state is RequestState.PREFILLING else request.kv_tokens
-            tokens = torch.tensor(request.tokens[:known])
-            pairs = torch.stack((tokens, torch.arange(known)), 1)
+            tokens = torch.tensor(request.tokens[: known + 1])
             at = torch.from_numpy(slots.slots()[:known])
-            assert torch.equal(host.kv[0][at], FORMAT.encode_items(pairs)), (request.request_id, request.state)
-            assert torch.equal(host.index_keys[0][at], FORMAT.encode_index_keys(pairs))
+            for layer, pairs in enumerate(kv_pairs(tokens, host.layout)):
+                # The draft layer's entry at the end of a cached block was made with what followed the block elsewhere.
+                same = [place for place in range(known) if not layer or (place + 1) % BLOCK_TOKENS]
+                found = host.kv[layer][at][same], host.index_keys[layer][at][same]
+                expected = FORMAT.encode_items(pairs[same]), FORMAT.encode_index_keys(pairs[same])
+                assert all(map(torch.equal, found, expected)), (request.request_id, request.state, layer)
 
     def run(self, turns: int = 2000) -> None:
         super().run(turns)

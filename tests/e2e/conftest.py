@@ -17,8 +17,8 @@ from tests.e2e.spawn import Command, execute, fork
 from tests.greedy import generate, likeliest, logprobs
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
-TOKEN_BYTES = 4 * (4 * 64 + 4 * 32)
-"""Of the tiny deepseek_v32 checkpoint: items and index keys of four layers in float32."""
+TOKEN_BYTES = 4 * 5 * (64 + 32)
+"""Of the tiny deepseek_v32 checkpoint: items and index keys of four layers and the draft layer in float32."""
 
 
 class Reference:

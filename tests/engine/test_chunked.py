@@ -33,7 +33,8 @@ def chunked(
 
 
 def job(key: str, length: int) -> NamedJob:
-    return NamedJob(torch.arange(length), key)
+    """Of so many tokens that are computed."""
+    return NamedJob(torch.arange(length + 1), key)
 
 
 def compute(prefill: ChunkedPrefill[NamedJob]) -> list[Computed]:
@@ -55,6 +56,17 @@ def test_a_chunk_is_shared_by_several_requests() -> None:
     assert compute(prefill) == [(a, 0, 4), (b, 0, 2)]
     assert (a.remaining, b.remaining) == (0, 3)
     assert compute(prefill) == [(b, 2, 5)]
+
+
+def test_a_chunk_knows_the_token_after_each_of_its_own() -> None:
+    prefill = chunked(chunk_size=6)
+    prefill.add(NamedJob(torch.tensor([7, 3, 5, 3, 9, 1, 8, 2]), "a"))
+    prefill.start_waiting()
+    found = []
+    while (step := prefill.plan()) is not None:
+        found += [(chunk.token_ids.tolist(), chunk.next_ids.tolist()) for _, chunk in step.chunks]
+        prefill.complete(step)
+    assert found == [([7, 3, 5, 3, 9, 1], [3, 5, 3, 9, 1, 8]), ([8], [2])]
 
 
 def test_rows_are_as_long_as_the_sequence_with_the_token_that_is_decoded() -> None:
@@ -109,7 +121,7 @@ def test_a_job_that_needs_every_token_computed_reuses_nothing() -> None:
     prefill = chunked(num_pages=8, page_size=32, chunk_size=100, is_caching=True)
     for name, prompt_logprobs in (("a", None), ("b", 0)):
         each = job(name, 100)
-        each.prompt_logprobs, each.last_token = prompt_logprobs, 1
+        each.prompt_logprobs = prompt_logprobs
         prefill.add(each)
         assert prefill.queued_tokens == 100
         assert compute(prefill) == [(each, 0, 100)]

@@ -1,5 +1,6 @@
 """The CPU backend and the CUDA backend side by side: the same pools, the same steps, compared bit by bit."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -8,7 +9,8 @@ import torch
 from hisparse.cuda_swap_in import CudaSwapIn, CudaSwapInPlan
 from hisparse.device_pool import DeviceKVPool
 from hisparse.residency import Residency
-from hisparse.swap_in import CpuSwapIn, StepBatch
+from hisparse.step import DecodeStep
+from hisparse.swap_in import CpuSwapIn, Span, StepBatch, SwapInBackend
 from kernels.swap_in import hot_granule
 from kvcache.extents import HostSlots
 from kvcache.host_pool import HostKVPool
@@ -27,17 +29,22 @@ class Side:
     residency: Residency
     slots: list[HostSlots]
 
-    def batch(self, rows: list[int], newest: list[int]) -> StepBatch:
-        on = self.device.device
-        at, last = torch.tensor(rows, device=on), torch.tensor(newest, device=on)
-        page = self.device.page_table[at, last // self.device.index_page_size]
-        return StepBatch(
-            rows=at,
-            newest=last,
-            newest_slots=self.device.hot_slots(at, last.clamp(max=self.device.device_buffer_size)),
-            newest_index_rows=page * self.device.index_page_size + last % self.device.index_page_size,
-            newest_host_slots=self.device.host_slot_of[at, last],
-        )
+
+def make_batch(
+    backend: SwapInBackend,
+    rows: Sequence[int],
+    newest: Sequence[int],
+    first: Sequence[int],
+    valid: Sequence[int],
+    width: int,
+) -> StepBatch:
+    """The requests of a pass that stores the tokens which its queries belong to."""
+    at, last, begin, counts = (
+        torch.tensor(numbers, device=backend.device.device) for numbers in (rows, newest, first, valid)
+    )
+    stored = Span(begin, counts.clone(), width)
+    queries = Span(begin, counts, width)
+    return DecodeStep(backend, False, at, last, queries, stored, range(0), backend.device.max_context).batch
 
 
 class Twins:
@@ -54,11 +61,13 @@ class Twins:
         index_layer_of: tuple[int, ...] = (0, 1, 1),
         block_size: int | None = None,
         cluster: int | None = None,
+        window: int = 1,
         seed: int = 0,
     ) -> None:
         self.layout = KVLayout(index_layer_of, item_bytes, index_key_bytes=12)
         self.newest = list(newest)
         self.cluster = cluster
+        self.window = window
         self.random = torch.Generator().manual_seed(seed)
         self.cpu = self._side(CPU, hot_size, context)
         self.gpu = self._side(CUDA, hot_size, context)
@@ -80,9 +89,9 @@ class Twins:
         host.kv.random_(generator=fill)
         host.index_keys.random_(generator=fill)
         pages = batch * -(-context // 8)
-        num_slots = batch * (hot_size + hot_granule(hot_size))
-        device = DeviceKVPool(self.layout, num_slots, pages, 8, batch, context, hot_size, on)
-        residency = Residency(self.layout.num_index_layers, batch, context, hot_size, on)
+        num_slots = batch * (hot_size + self.window + hot_granule(hot_size))
+        device = DeviceKVPool(self.layout, num_slots, pages, 8, batch, context, hot_size, on, self.window)
+        residency = Residency(self.layout.num_index_layers, batch, context, hot_size, on, self.window)
         slots = []
         for newest in self.newest:
             row = device.allocate_row(context)
@@ -94,7 +103,7 @@ class Twins:
             order = torch.randperm(context, generator=torch.Generator().manual_seed(row)).numpy()
             device.set_host_slots(row, 0, taken.slots()[order])
             residency.reset_empty(row)
-            if newest <= hot_size:
+            if newest <= hot_size + 1 - self.window:
                 residency.reset_short(row)
         return Side(host, device, residency, slots)
 
@@ -104,26 +113,44 @@ class Twins:
             backend.load_index_keys(row, self.newest[row])
 
     def step(
-        self, rows: list[int], positions: dict[int, torch.Tensor], dtype: torch.dtype = torch.int64, padding: int = 0
-    ) -> None:
-        """One decode step of these rows. positions: per index layer, int64 [batch, k], as they were selected."""
+        self,
+        rows: list[int],
+        positions: dict[int, torch.Tensor],
+        dtype: torch.dtype = torch.int64,
+        padding: int = 0,
+        queries: int = 1,
+        offsets: Sequence[int] | None = None,
+        valid: Sequence[int] | None = None,
+        accepted: Sequence[int] | None = None,
+    ) -> list[int]:
+        """One pass of these rows. Returns how many queries of each are not cut.
+
+        positions: per index layer, int64 [batch * queries, k], as they were selected. offsets: of query 0 from the
+        newest position. valid: how many queries exist. accepted: how many tokens each row goes on by; 1 if None.
+        """
         newest = [self.newest[row] for row in rows]
-        cpu, gpu = self.cpu.batch(rows, newest), self.gpu.batch(rows, newest)
-        items = torch.randint(
-            0, 256, (self.layout.num_layers, len(rows), self.layout.item_bytes), generator=self.random
+        first = [last + by for last, by in zip(newest, offsets or [0] * len(rows), strict=True)]
+        cpu, gpu = (
+            make_batch(backend, rows, newest, first, valid or [queries] * len(rows), queries)
+            for backend in (self.on_cpu, self.on_gpu)
         )
-        keys = torch.randint(0, 256, (self.layout.num_index_layers, len(rows), 12), generator=self.random)
-        for side, batch in ((self.cpu, cpu), (self.gpu, gpu)):
-            on = side.device.device
-            side.device.kv[:, batch.newest_slots] = items.to(on, torch.uint8)
-            side.device.index_keys.flatten(1, 2)[:, batch.newest_index_rows] = keys.to(on, torch.uint8)
+        stored = len(rows) * queries
+        items = torch.randint(0, 256, (self.layout.num_layers, stored, self.layout.item_bytes), generator=self.random)
+        keys = torch.randint(0, 256, (self.layout.num_index_layers, stored, 12), generator=self.random)
+        for backend, batch in ((self.on_cpu, cpu), (self.on_gpu, gpu)):
+            on = backend.device.device
+            for layer, new in enumerate(items.to(on, torch.uint8)):
+                backend.store(new, backend.device.kv[layer], batch.stored_slots)
+            for layer, new in enumerate(keys.to(on, torch.uint8)):
+                backend.store(new, backend.device_index_keys[layer], batch.stored_index_rows)
         for index_layer, selected in positions.items():
             self._swap_in(index_layer, cpu, gpu, selected, dtype, padding)
         self.on_cpu.backup(cpu)
         self.on_gpu.backup(gpu)
         torch.cuda.synchronize()
-        for row in rows:
-            self.newest[row] += 1
+        for row, by in zip(rows, accepted or [1] * len(rows), strict=True):
+            self.newest[row] += by
+        return cpu.queries.counts.tolist()
 
     def _swap_in(
         self,
@@ -135,18 +162,25 @@ class Twins:
         padding: int,
     ) -> None:
         expected = self.on_cpu.resolve(index_layer, cpu, positions)
-        size, k = positions.shape
+        size, width = len(cpu.rows), cpu.queries.width
         none = torch.full((padding,), -1)
+        rows, newest, first, counts = (
+            torch.cat([numbers.cpu(), none]).to(CUDA, dtype)
+            for numbers in (gpu.rows, gpu.newest, gpu.queries.first, gpu.queries.counts)
+        )
         plan = self.on_gpu.launch(
             index_layer,
-            torch.cat([gpu.rows.cpu(), none]).to(CUDA, dtype),
-            torch.cat([gpu.newest.cpu(), none]).to(CUDA, dtype),
-            torch.cat([positions, torch.zeros(padding, k, dtype=torch.int64)]).to(CUDA, dtype),
+            rows,
+            newest,
+            Span(first, counts, width),
+            torch.cat([positions, torch.zeros(padding * width, positions.shape[1], dtype=torch.int64)]).to(CUDA, dtype),
             fetch=True,
             cluster=self.cluster,
         )
-        assert plan.slots[:size].cpu().tolist() == expected.slots.tolist()
-        assert not (plan.slots[size:] != -1).any()
+        gpu.queries.counts.copy_(counts[:size])
+        assert gpu.queries.counts.tolist() == cpu.queries.counts.tolist()
+        assert plan.slots[: size * width].cpu().tolist() == expected.slots.tolist()
+        assert not (plan.slots[size * width :] != -1).any()
         assert plan.miss_counts[size:].tolist() == [0] * padding
         self._compare_misses(plan, expected.miss_host_slots, expected.miss_device_slots)
         for layer, group in enumerate(self.layout.index_layer_of):

@@ -23,7 +23,7 @@ from transfer.reader import Reader
 from transfer.writer import Outcome
 
 PREFIX, TOKENS = 1024, 1280
-PROMPT = torch.randint(0, 256, (TOKENS,), generator=torch.Generator().manual_seed(5))
+PROMPT = torch.randint(0, 256, (TOKENS + 1,), generator=torch.Generator().manual_seed(5))
 PAGES = np.random.default_rng(0).permutation(TOKENS // PAGE_SIZE)
 
 
@@ -51,8 +51,8 @@ def test_kv_is_what_it_is_behind_a_whole_prefix(tmp_path: Path, dtype: torch.dty
     model = load_model(tmp_path, dtype, CUDA)
     layout = model.spec.kv_layout
     expected, found = (PagedKVPool(layout, len(PAGES), PAGE_SIZE, CUDA) for _ in range(2))
-    behind = PrefillChunk(PROMPT[PREFIX:], PREFIX, TOKENS + 1, PagedSequence(expected, PAGES))
-    model.prefill([PrefillChunk(PROMPT[:PREFIX], 0, TOKENS + 1, PagedSequence(expected, PAGES))])
+    behind = PrefillChunk.of(PROMPT, PREFIX, TOKENS, PagedSequence(expected, PAGES))
+    model.prefill([PrefillChunk.of(PROMPT, 0, PREFIX, PagedSequence(expected, PAGES))])
     model.prefill([behind])
     rows = PagedSequence(expected, PAGES).rows(0, PREFIX)
     there = [layer[rows].cpu() for layer in (*expected.kv, *expected.index_keys)]
@@ -67,7 +67,7 @@ def test_kv_is_what_it_is_behind_a_whole_prefix(tmp_path: Path, dtype: torch.dty
     reading = threading.Thread(target=read)
     reading.start()
     awaited = AwaitedPrefixes({0: arrival}, num_chunks=1, patience=60.0)
-    behind = PrefillChunk(PROMPT[PREFIX:], PREFIX, TOKENS + 1, PagedSequence(found, PAGES))
+    behind = PrefillChunk.of(PROMPT, PREFIX, TOKENS, PagedSequence(found, PAGES))
     model.prefill([behind], awaited.wait)
     reading.join()
     assert (reports[0].error, awaited.void) == (None, set())

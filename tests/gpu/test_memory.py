@@ -30,12 +30,12 @@ def test_memory_of_a_long_prompt_grows_with_its_length_alone(tmp_path: Path, bac
         pages = pool.allocate(length)
         assert pages is not None
         cache = PagedSequence(pool, pages)
-        prompt = torch.randint(0, 256, (length,), device=CUDA)
+        prompt = torch.randint(0, 256, (length + 1,), device=CUDA)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         with torch.inference_mode():
             for start in range(0, length, CHUNK):
-                model.prefill([PrefillChunk(prompt[start : start + CHUNK], start, length + 1, cache)])
+                model.prefill([PrefillChunk.of(prompt, start, min(start + CHUNK, length), cache)])
         pool.free(pages)
         return torch.cuda.max_memory_allocated() - before
 

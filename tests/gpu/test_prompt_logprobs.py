@@ -20,8 +20,8 @@ def computed(checkpoint: Path, device: torch.device, dtype: torch.dtype) -> Prom
     """Of the whole prompt, computed beside one that asks for none."""
     model = load_model(checkpoint, dtype, device)
     prefill: ChunkedPrefill[PrefillJob] = ChunkedPrefill(PagedKVPool(model.spec.kv_layout, 64, 16, device), 128)
-    other = PrefillJob(torch.tensor(PROMPT[:50]))
-    job = PrefillJob(torch.tensor(PROMPT[:-1]), prompt_logprobs=TOP, last_token=PROMPT[-1])
+    other = PrefillJob(torch.tensor(PROMPT[:51]))
+    job = PrefillJob(torch.tensor(PROMPT), prompt_logprobs=TOP)
     prefill.add(other)
     prefill.add(job)
     prefill.start_waiting()

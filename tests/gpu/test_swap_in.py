@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from base.errors import StartupError
-from hisparse.swap_in import StagedKV
-from tests.gpu.swap_in_twins import CUDA, Twins
+from hisparse.swap_in import Span, StagedKV
+from tests.gpu.swap_in_twins import CUDA, Twins, make_batch
 from tests.hisparse.test_residency import adversarial_sequences
 
 
@@ -34,6 +34,19 @@ def select(rng: random.Random, newest: int, k: int, hot_size: int) -> list[int]:
         chosen[rng.randrange(k)] = newest
     gaps = rng.choice([0.0, 0.0, 0.2, 0.9, 1.0])
     return [-1 if rng.random() < gaps else position for position in chosen]
+
+
+def select_by_queries(rng: random.Random, first: int, queries: int, k: int, hot_size: int) -> list[list[int]]:
+    """Each query mostly what the one before it selects, and up to its own position; or all of them different."""
+    if rng.random() < 0.2 and first >= queries * k:
+        different = rng.sample(range(first), queries * k)
+        return [different[i * k : (i + 1) * k] for i in range(queries)]
+    selected = [select(rng, first, k, hot_size)]
+    drift = rng.choice([0.0, 0.05, 0.3, 1.0])
+    for last in range(first + 1, first + queries):
+        new = select(rng, last, k, hot_size)
+        selected.append([n if rng.random() < drift else o for o, n in zip(selected[-1], new, strict=True)])
+    return selected
 
 
 class Shape(NamedTuple):
@@ -78,6 +91,88 @@ def test_thousands_of_random_steps(shape: Shape) -> None:
             both.step(chosen, positions, rng.choice([torch.int32, torch.int64]), padding=rng.choice([0, 0, 1, 3]))
             if step % 50 == 0:
                 both.compare()
+
+
+def step_of_queries(both: Twins, rng: random.Random, rows: list[int], queries: int, k: int, hot_size: int) -> int:
+    """A step of a node that drafts, in both index layers. Returns how many queries were cut."""
+    offsets = [rng.choice([0, rng.randint(0, both.window - queries)]) for _ in rows]
+    valid = [rng.choice([queries, rng.randint(1, queries)]) for _ in rows]
+    positions = {}
+    for layer in (0, 1):
+        chosen = [
+            select_by_queries(rng, both.newest[row] + by, queries, k, hot_size)
+            for row, by in zip(rows, offsets, strict=True)
+        ]
+        positions[layer] = torch.tensor(chosen).flatten(0, 1)
+    left = both.step(
+        rows,
+        positions,
+        rng.choice([torch.int32, torch.int64]),
+        padding=rng.choice([0, 0, 1, 3]),
+        queries=queries,
+        offsets=offsets,
+        valid=valid,
+        accepted=[rng.randint(1, count) for count in valid],
+    )
+    return sum(valid) - sum(left)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("drafts", [1, 2, 3])
+def test_thousands_of_random_steps_that_draft(drafts: int, shape: Shape) -> None:
+    top_k, hot_size, rng = shape.top_k, shape.hot_size, random.Random(shape.top_k + drafts)
+    steps, rows, window = 300, 5, 2 * drafts
+    context = 4 * hot_size + steps * (drafts + 1) + 2 * window
+    newest = [max(0, hot_size - window - 3), hot_size, hot_size + 1, 2 * hot_size + 2, 4 * hot_size]
+    with twins(**shape._asdict(), newest=newest, context=context, window=window) as both:
+        for row, last in enumerate(newest):
+            if last <= hot_size + 1 - window:
+                both.preload(row)
+        cut = 0
+        for step in range(steps):
+            chosen = rng.sample(range(rows), rng.randint(1, rows))
+            k = top_k if rng.random() < 0.7 else rng.randint(1, top_k)
+            cut += step_of_queries(both, rng, chosen, rng.randint(1, drafts + 1), k, hot_size)
+            if step % 50 == 0:
+                both.compare()
+        assert cut > 0 or (drafts + 1) * top_k <= hot_size
+
+
+@pytest.mark.parametrize("queries", [2, 3, 4])
+def test_a_few_steps_of_several_queries(queries: int) -> None:
+    """Short enough for compute-sanitizer (benchmarks/gpu.sh)."""
+    rng, hot_size, window = random.Random(queries), 64, 2 * (queries - 1)
+    newest = [hot_size - 2 * window, 2 * hot_size, 3 * hot_size]
+    with twins(
+        top_k=40, hot_size=hot_size, newest=newest, context=5 * hot_size, item_bytes=48, cluster=2, window=window
+    ) as both:
+        both.preload(0)
+        for _ in range(6):
+            step_of_queries(both, rng, [0, 1, 2], queries, 40, hot_size)
+        both.compare()
+
+
+@pytest.mark.parametrize(("queries", "hot_size"), [(2, 4096), (2, 2048), (3, 4096), (4, 4096), (4, 8192), (4, 16384)])
+@pytest.mark.parametrize("cluster", [None, 1, 8])
+def test_queries_at_sizes_of_real_models(queries: int, hot_size: int, cluster: int | None) -> None:
+    generator = torch.Generator().manual_seed(3)
+    top_k, rows, context, window = 2048, 3, 20000, 2 * (queries - 1)
+    newest = [context - 200, hot_size + 1, hot_size - 20]
+    with twins(top_k=top_k, hot_size=hot_size, newest=newest, context=context, cluster=cluster, window=window) as both:
+        both.preload(2)
+        scores = [torch.rand(context, generator=generator) for _ in range(rows)]
+        for step in range(12):
+            drift = [0.02, 0.3, 1.0][step % 3]
+            positions = torch.full((rows, queries, top_k), -1)
+            for row in range(rows):
+                for query in range(queries):
+                    scores[row] += drift * torch.rand(context, generator=generator)
+                    length = both.newest[row] + query + 1
+                    chosen = scores[row][:length].topk(min(top_k, length)).indices
+                    positions[row, query, : len(chosen)] = chosen
+            selected = positions.flatten(0, 1)
+            both.step(list(range(rows)), {0: selected, 1: selected}, queries=queries, accepted=[step % queries + 1] * 3)
+            both.compare()
 
 
 @pytest.mark.parametrize("shape", [Shape(40, 64, 64, 1, 48), Shape(40, 64, 64, 2, 31), Shape(70, 100, 128, 8, 1152)])
@@ -157,15 +252,16 @@ def test_a_captured_step_replays_on_new_positions() -> None:
         both.preload(2)
         rows = torch.tensor([0, 1, 2, -1], device=CUDA)
         newest = torch.tensor([*both.newest, -1], device=CUDA)
+        one = Span(newest, torch.ones_like(newest), 1)
         positions = torch.full((4, k), -1, device=CUDA)
-        both.on_gpu.launch(0, rows.clone().fill_(-1), newest, positions, fetch=True)
+        both.on_gpu.launch(0, rows.clone().fill_(-1), newest, one, positions, fetch=True)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            plans = [both.on_gpu.launch(layer, rows, newest, positions, fetch=True) for layer in (0, 1)]
+            plans = [both.on_gpu.launch(layer, rows, newest, one, positions, fetch=True) for layer in (0, 1)]
             both.on_gpu.fetch(plans[1], 2)
         for _ in range(60):
             chosen = torch.tensor([select(rng, both.newest[row], k, hot_size) for row in range(size)])
-            batch = both.cpu.batch([0, 1, 2], both.newest)
+            batch = make_batch(both.on_cpu, [0, 1, 2], both.newest, both.newest, [1, 1, 1], 1)
             positions[:size] = chosen.to(CUDA)
             newest[:size] = batch.newest.to(CUDA)
             graph.replay()
@@ -217,8 +313,15 @@ def test_what_does_not_fit_the_device_is_refused_at_construction() -> None:
 def test_what_the_kernel_cannot_read_is_refused() -> None:
     both = Twins(top_k=4, hot_size=8, newest=[40], context=64)
     row = torch.tensor([0], device=CUDA)
+    one = Span(row, row + 1, 1)
+
+    def selected(queries: int, k: int) -> torch.Tensor:
+        return torch.zeros(queries, k, dtype=torch.int64, device=CUDA)
+
     with pytest.raises(ValueError, match="1 to 4 positions, found 1 with 5"):
-        both.on_gpu.launch(0, row, row, torch.zeros(1, 5, dtype=torch.int64, device=CUDA), fetch=True)
-    with pytest.raises(ValueError, match="must both be int32 or both int64"):
-        both.on_gpu.launch(0, row, row.int(), torch.zeros(1, 4, dtype=torch.int64, device=CUDA), fetch=True)
+        both.on_gpu.launch(0, row, row, one, selected(1, 5), fetch=True)
+    with pytest.raises(ValueError, match="must all be int32 or all int64"):
+        both.on_gpu.launch(0, row, row.int(), one, selected(1, 4), fetch=True)
+    with pytest.raises(ValueError, match="1 to 1 queries, the window being 1, found 2"):
+        both.on_gpu.launch(0, row, row, Span(row, row + 1, 2), selected(2, 4), fetch=True)
     both.close()

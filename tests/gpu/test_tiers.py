@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from hisparse.coordinator import StepPlaces
 from hisparse.staging import CudaCopyStream
-from hisparse.swap_in import StagedKV
+from hisparse.swap_in import Span, StagedKV
 from kernels.swap_in import default_block_size
 from kvcache.extents import HostSlots
 from kvcache.host_pool import HostKVPool
@@ -30,18 +31,21 @@ def upload(values: object) -> torch.Tensor:
     return torch.as_tensor(values, dtype=torch.int64).pin_memory().to(CUDA, non_blocking=True)
 
 
-def decode_one(t: Tiers, request_id: str, seed: int) -> int:
-    """Compute a token as a model does, without waiting for the device. Returns the number of the step."""
+def decode_one(t: Tiers, request_id: str, seed: int) -> StepPlaces:
+    """Compute a token as a model does, but for attention, without waiting for the device."""
     assert not t.coordinator.append_tokens([request_id])
     places = t.coordinator.begin_step([request_id])
-    newest = int(places.newest[0])
-    step = t.coordinator.cache(upload(places.rows), upload(places.newest), newest + 1)
+    newest = places.longest - 1
+    own = Span(upload([newest]), upload([1]), 1)
+    step = t.coordinator.cache(upload(places.rows), own.first, own, own, places.longest, layers=range(0))
     for layer in range(LAYOUT.num_layers):
         step.append(layer, FORMAT.encode_items(upload([seed, layer, newest])[None]))
     for layer in range(LAYOUT.num_index_layers):
         step.append_index_keys(layer, FORMAT.encode_index_keys(upload([seed * 100 + layer, newest])[None]))
+    for layer in range(LAYOUT.num_layers):
+        step.swap_in(layer, upload([[-1]]))
     step.finish()
-    return places.number
+    return places
 
 
 def stage(t: Tiers, request_id: str, seed: int, rows: torch.Tensor) -> HostSlots:
@@ -68,7 +72,7 @@ def busy_tiers() -> Iterator[Tiers]:
     """
     with tiers(on="cuda:0", verify=False) as t:
         assert t.admit("r", seed=3, num_tokens=20)
-        t.coordinator.step_over(decode_one(t, "r", seed=3))
+        t.coordinator.step_over(decode_one(t, "r", seed=3), {"r": 1})
         slots = stage(t, "warm", 1, torch.arange(9, device=CUDA).clone())
         torch.cuda.synchronize()
         assert t.coordinator.staging.poll().landed == ["warm"]
@@ -86,7 +90,7 @@ def is_busy() -> bool:
 def test_slots_change_hands_only_after_their_backup_has_landed() -> None:
     """Corruption under concurrent transfers: a backup that is still queued would land on the next owner's bytes."""
     with busy_tiers() as t:
-        number = decode_one(t, "r", seed=3)
+        places = decode_one(t, "r", seed=3)
         assert is_busy()
         slots = t.coordinator.retract_request("r")
         used = t.host.used
@@ -95,7 +99,7 @@ def test_slots_change_hands_only_after_their_backup_has_landed() -> None:
         assert t.host.used == used, "nobody else gets them before the step is over"
         torch.cuda.synchronize()
         t.check_host_copy(slots, 3, 22)
-        t.coordinator.step_over(number)
+        t.coordinator.step_over(places)
         assert t.coordinator.is_idle()
 
 
@@ -159,11 +163,11 @@ def test_a_step_queues_its_work_and_waits_for_nothing() -> None:
 
 def test_the_configured_block_size_reaches_the_kernel() -> None:
     with tiers(on="cuda:0", swap_in_block_size=64) as t:
-        assert t.coordinator._backend.block_size == 64
+        assert t.coordinator._backend.block_size() == 64
         assert t.admit("r", seed=1, num_tokens=20)
         t.step(["r"], random.Random(0))
     with tiers(on="cuda:0") as t:
-        assert t.coordinator._backend.block_size == default_block_size(TOP_K)
+        assert t.coordinator._backend.block_size() == default_block_size(TOP_K)
 
 
 def test_what_swap_in_cannot_serve_is_counted_and_copied_from_nowhere() -> None:

@@ -56,7 +56,7 @@ class TieredSession:
         for number, token_id in zip(numbers, token_ids, strict=True):
             self.runner.admit(self.request_ids[number], [token_id], [], GREEDY)
         step = self.launch(numbers)
-        self.coordinator.step_over(step.batch.places.number)
+        self.coordinator.step_over(step.batch.places, dict.fromkeys(step.batch.request_ids, 1))
         return step.logits
 
     def launch(self, numbers: Sequence[int], sampling: Sequence[Sampling] | None = None) -> LaunchedStep:
@@ -67,9 +67,13 @@ class TieredSession:
             request_ids=request_ids,
             places=self.coordinator.begin_step(request_ids),
             sampling=tuple(sampling or [GREEDY] * len(request_ids)),
-            uniforms=np.full(len(request_ids), 0.5),
         )
         return self.runner.launch(batch)
+
+    def sample(self, step: LaunchedStep) -> None:
+        """Queue the drawing of its tokens."""
+        self.runner.sample(step, np.full((len(step.batch), 1), 0.5))
+        self.runner.draft(step)
 
     def _prefill(self, request_id: str, tokens: torch.Tensor) -> None:
         length = len(tokens)
@@ -80,8 +84,9 @@ class TieredSession:
             pages = pool.allocate(length)
             assert pages is not None
             cache = PagedSequence(pool, pages)
+            prompt = torch.cat((tokens, tokens[-1:]))
             for start in range(0, length, _CHUNK):
-                self._model.prefill([PrefillChunk(tokens[start : start + _CHUNK], start, length + 1, cache)])
+                self._model.prefill([PrefillChunk.of(prompt, start, min(start + _CHUNK, length), cache)])
             staged = StagedKV(list(pool.kv), list(pool.index_keys), cache.rows(0, length), lambda: None)
             self.coordinator.admit_request_into_staging(request_id, slots, staged, length)
             torch.cuda.synchronize()

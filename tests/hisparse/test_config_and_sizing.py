@@ -21,6 +21,7 @@ def plan(
     host_gib: float = 512,
     context: int = 8192,
     max_device_slots: int | None = None,
+    window: int = 1,
 ) -> Sizes:
     return plan_sizes(
         parse_config(text, model_top_k=256),
@@ -31,6 +32,7 @@ def plan(
         available_host_bytes=int(host_gib * GIB),
         available_device_bytes=int(device_gib * GIB),
         max_device_slots=max_device_slots,
+        window=window,
     )
 
 
@@ -107,8 +109,9 @@ def test_pools_that_cannot_serve_one_request_are_refused(text: str, kwargs: dict
         plan(text, **kwargs)
 
 
-def test_the_pools_are_as_big_as_planned() -> None:
-    sizes = plan(None, context=600)
+@pytest.mark.parametrize("window", [1, 6])
+def test_the_pools_are_as_big_as_planned(window: int) -> None:
+    sizes = plan(None, context=600, window=window)
     coordinator = build_tiers(sizes, torch.device("cpu"))
     host, device = coordinator.host, coordinator.device
     assert host.kv.nbytes + host.index_keys.nbytes == sizes.host_bytes
@@ -118,6 +121,16 @@ def test_the_pools_are_as_big_as_planned() -> None:
     tables = [device.hot_granules, device.page_table, device.host_slot_of]
     tables += [residency.position_at, residency.hot_of, residency.referenced, residency.hand]
     assert sum(table.nbytes for table in tables) == sizes.table_bytes
+    assert (device.window, residency.window) == (window, window)
+    coordinator.close()
+
+
+@pytest.mark.parametrize("context", [300, 506, 507, 512, 513, 600])
+def test_one_request_of_the_whole_context_fits_the_slots_that_it_is_given(context: int) -> None:
+    """With a window of 6 and a buffer of 512, it is always short up to 507 tokens."""
+    sizes = plan('{"host_pool_gib": 1}', context=context, window=6)
+    coordinator = build_tiers(sizes, torch.device("cpu"))
+    assert sizes.num_device_slots == 16 * coordinator.device.slots_for(context)
     coordinator.close()
 
 

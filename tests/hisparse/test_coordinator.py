@@ -24,7 +24,7 @@ def test_a_short_request_grows_seamlessly_into_a_long_one() -> None:
         while t.tokens["short"] < CONTEXT:
             t.step(["short"], rng)
         assert t.coordinator.counters().misses > 0
-        with pytest.raises(ValueError, match=f"{CONTEXT + 1} tokens asked for"):
+        with pytest.raises(ValueError, match=f"all of the {CONTEXT} tokens"):
             t.coordinator.append_tokens(["short"])
         slots = t.coordinator.retract_request("short")
         t.check_host_copy(slots, 1, CONTEXT)
@@ -126,7 +126,7 @@ def test_layers_swap_in_in_turn() -> None:
         step.swap_in(1, torch.tensor([[0]]))
         with pytest.raises(StepError, match="layer 1 swapped in twice"):
             step.swap_in(1, torch.tensor([[0]]))
-        with pytest.raises(StepError, match=r"layers \[2, 3\] did not swap in"):
+        with pytest.raises(StepError, match=r"layers \[0, 2, 3, 4\] did not swap in"):
             step.finish()
 
 
@@ -148,9 +148,9 @@ def test_host_slots_are_free_only_after_steps_that_write_to_them(leave: str) -> 
         assert (t.device.used_rows, t.host.used) == (1, used), "its row is another's, in the order of the device's work"
         released = t.coordinator.releasing_slots
         assert released > 9
-        t.coordinator.step_over(first.number)
+        t.coordinator.step_over(first)
         assert t.host.used == used
-        t.coordinator.step_over(second.number)
+        t.coordinator.step_over(second)
         assert t.host.used == used - released
         assert t.coordinator.releasing_slots == 0
 
@@ -188,7 +188,7 @@ def test_verify_refuses_positions_beyond_the_newest() -> None:
         assert t.admit("r", seed=1, num_tokens=9)
         step = t.begin(["r"])
         step.swap_in(1, torch.tensor([[11]]))
-        with pytest.raises(ValueError, match="beyond the newest"):
+        with pytest.raises(ValueError, match="beyond its query's"):
             step.verify()
 
 

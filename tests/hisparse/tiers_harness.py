@@ -13,7 +13,7 @@ from hisparse.device_pool import DeviceKVPool
 from hisparse.sizing import Sizes
 from hisparse.staging import CopyStream
 from hisparse.step import DecodeStep
-from hisparse.swap_in import StagedKV
+from hisparse.swap_in import Span, StagedKV
 from hisparse.tiers import build_tiers
 from kvcache.extents import HostSlots
 from kvcache.format import DenseFormat
@@ -91,8 +91,8 @@ class Tiers:
         step, places = self._begin(request_ids)
         on = self.device.device
         positions = torch.empty(0)
+        newest = [self.tokens[request_id] - 1 for request_id in request_ids]
         for layer, index_layer in enumerate(LAYOUT.index_layer_of):
-            newest = places.newest.tolist()
             seeds = [self.seeds[request_id] for request_id in request_ids]
             new = [item(s, layer, n) for s, n in zip(seeds, newest, strict=True)]
             step.append(layer, items(new).to(on))
@@ -102,7 +102,7 @@ class Tiers:
                 self.check_index_pages(step, index_layer, seeds, newest)
                 positions = torch.tensor([selected or select(rng, n) for n in newest], device=on)
             if layer == break_at_layer:
-                self.coordinator.step_over(places.number)
+                self.coordinator.step_over(places, dict.fromkeys(request_ids, 1))
                 return False
             slots = step.swap_in(layer, positions)
             for b, (seed, row) in enumerate(zip(seeds, positions.tolist(), strict=True)):
@@ -113,24 +113,25 @@ class Tiers:
                         assert FORMAT.items(step.kv(layer)[slot]).tolist() == item(seed, layer, position)
         step.finish()
         step.verify()
-        self.coordinator.step_over(places.number)
+        self.coordinator.step_over(places, dict.fromkeys(request_ids, 1))
         return True
 
     def begin(self, request_ids: Sequence[str]) -> DecodeStep:
         """Begin a step of which the device computes nothing but what the test asks for."""
         step, places = self._begin(request_ids)
-        self.coordinator.step_over(places.number)
+        self.coordinator.step_over(places, dict.fromkeys(request_ids, 1))
         return step
 
     def _begin(self, request_ids: Sequence[str]) -> tuple[DecodeStep, StepPlaces]:
         assert not self.coordinator.append_tokens(request_ids)
         places = self.coordinator.begin_step(request_ids)
-        assert places.newest.tolist() == [self.tokens[request_id] for request_id in request_ids]
+        newest = torch.tensor([self.tokens[request_id] for request_id in request_ids], device=self.device.device)
+        assert places.longest == int(newest.max()) + 1
         for request_id in request_ids:
             self.tokens[request_id] += 1
-        rows, newest = (torch.from_numpy(numbers).to(self.device.device) for numbers in (places.rows, places.newest))
-        lengths = tuple((places.newest + 1).tolist())
-        return self.coordinator.cache(rows, newest, max(lengths), lengths), places
+        rows = torch.from_numpy(places.rows).to(newest.device)
+        own = Span(newest, torch.ones_like(newest), 1)
+        return self.coordinator.cache(rows, newest, own, own, places.longest), places
 
     def check_index_pages(self, step: DecodeStep, index_layer: int, seeds: list[int], newest: list[int]) -> None:
         pages = step.index_pages(index_layer)

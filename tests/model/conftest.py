@@ -41,6 +41,12 @@ def model(checkpoint: Path) -> SparseModel:
 
 
 @pytest.fixture(scope="session")
+def drafting(checkpoint: Path) -> SparseModel:
+    """With the draft layer."""
+    return load_model(checkpoint, torch.float32, torch.device("cpu"), drafts=True)
+
+
+@pytest.fixture(scope="session")
 def reference(checkpoint: Path) -> "transformers.PreTrainedModel":
     """The same checkpoint, run by transformers alone."""
     return transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)

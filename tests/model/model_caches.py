@@ -50,13 +50,23 @@ class PagedRequest:
 
 
 class ResidentBatch:
-    """A `DecodeCache` in which every position is resident, on the pages that the prompt was written to."""
+    """A `DecodeCache` in which every position is resident, on the pages that the prompt was written to.
 
-    def __init__(self, pool: PagedPool, requests: Sequence[PagedRequest], positions: Sequence[int]) -> None:
+    requests, positions: of the tokens that are stored. picked: the numbers of those that attend; by default all.
+    """
+
+    def __init__(
+        self,
+        pool: PagedPool,
+        requests: Sequence[PagedRequest],
+        positions: Sequence[int],
+        picked: Sequence[int] | None = None,
+    ) -> None:
         self._pool = pool
-        self._requests = requests
         self._newest = torch.cat([r.rows(p, p + 1) for r, p in zip(requests, positions, strict=True)])
-        self._lengths = [position + 1 for position in positions]
+        chosen = range(len(requests)) if picked is None else picked
+        requests = [requests[number] for number in chosen]
+        self._lengths = [positions[number] + 1 for number in chosen]
         longest = max(len(request.pages) for request in requests)
         self._page_table = torch.zeros((len(requests), longest), dtype=torch.int64)
         for row, request in enumerate(requests):
@@ -97,8 +107,7 @@ class Session:
         self.requests = [PagedRequest(self.pool, capacity) for capacity in capacities]
 
     def chunk(self, request: int, start: int, stop: int) -> PrefillChunk:
-        prompt = self.prompts[request]
-        return PrefillChunk(prompt[start:stop], start, len(prompt), self.requests[request])
+        return PrefillChunk.of(self.prompts[request], start, stop, self.requests[request])
 
     def prefill(self, chunk_size: int) -> torch.Tensor:
         """Run all prompts but their last tokens, a chunk of each per call, and then these; returns their logits."""

@@ -6,17 +6,17 @@ from model_caches import PagedPool, PagedRequest
 from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
 
-PROMPT = torch.randint(0, 256, (120,), generator=torch.Generator().manual_seed(7))
-PREFIX = 80
+PROMPT = torch.randint(0, 256, (121,), generator=torch.Generator().manual_seed(7))
+PREFIX, COMPUTED = 80, 120
 
 
-def test_a_layer_of_the_prefix_is_read_after_on_layer_has_returned(model: SparseModel) -> None:
+def test_a_layer_of_the_prefix_is_read_after_on_layer_has_returned(drafting: SparseModel) -> None:
     """Rows that nothing was written to are NaN, so what is read too early is seen."""
-    spec = model.spec
+    spec = drafting.spec
     there, here = (PagedPool(spec, num_pages=8, page_size=16) for _ in range(2))
-    whole, late = PagedRequest(there, len(PROMPT)), PagedRequest(here, len(PROMPT))
-    for start, stop in ((0, PREFIX), (PREFIX, len(PROMPT))):
-        model.prefill([PrefillChunk(PROMPT[start:stop], start, len(PROMPT) + 1, whole)])
+    whole, late = PagedRequest(there, COMPUTED), PagedRequest(here, COMPUTED)
+    for start, stop in ((0, PREFIX), (PREFIX, COMPUTED)):
+        drafting.prefill([PrefillChunk.of(PROMPT, start, stop, whole)])
     rows = late.rows(0, PREFIX)
     assert torch.equal(rows, whole.rows(0, PREFIX))
 
@@ -26,6 +26,6 @@ def test_a_layer_of_the_prefix_is_read_after_on_layer_has_returned(model: Sparse
         if spec.index_layer_of.index(group) == layer:
             here.keys[group, rows] = there.keys[group, rows]
 
-    model.prefill([PrefillChunk(PROMPT[PREFIX:], PREFIX, len(PROMPT) + 1, late)], bring)
+    drafting.prefill([PrefillChunk.of(PROMPT, PREFIX, COMPUTED, late)], bring)
     assert torch.equal(here.kv, there.kv)
     assert torch.equal(here.keys, there.keys)

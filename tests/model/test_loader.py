@@ -73,7 +73,7 @@ def test_sharded_weights_load(damaged: Path) -> None:
 
 
 def test_beside_the_tensors_only_some_pieces_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_tiny_checkpoint(tmp_path, "deepseek_v32", seed=1, layers=3, hidden_size=1024)
+    write_tiny_checkpoint(tmp_path, "deepseek_v32", seed=1, draft_layer=False, layers=3, hidden_size=1024)
     num_bytes = (tmp_path / "model.safetensors").stat().st_size
     monkeypatch.setattr(stored_weights, "_PIECE_BYTES", num_bytes // 100)
     load_model(tmp_path, torch.bfloat16, CPU)  # what is imported at a first use

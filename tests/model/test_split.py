@@ -15,7 +15,7 @@ from model.sparse_model import SparseModel
 from model.split import SplitModel
 
 T = TypeVar("T")
-PROMPTS = [torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(length)) for length in (150, 1, 40)]
+PROMPTS = [torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(length)) for length in (151, 2, 41)]
 STEPS = [[(0, 0, 90)], [(0, 90, 150), (1, 0, 1), (2, 0, 30)], [(2, 30, 31)], [(2, 31, 40)]]
 """Chunks of each step: prompt, start and stop. One has fewer tokens than there are ranks."""
 
@@ -43,10 +43,7 @@ def steps_of(model: SparseModel) -> tuple[PagedPool, list[list[PrefillChunk]]]:
     """An empty pool, and the chunks of all steps, whose KV goes there."""
     pool = PagedPool(model.spec, num_pages=30, page_size=16)
     requests = [PagedRequest(pool, len(prompt)) for prompt in PROMPTS]
-    return pool, [
-        [PrefillChunk(PROMPTS[n][start:stop], start, len(PROMPTS[n]) + 1, requests[n]) for n, start, stop in step]
-        for step in STEPS
-    ]
+    return pool, [[PrefillChunk.of(PROMPTS[n], start, stop, requests[n]) for n, start, stop in step] for step in STEPS]
 
 
 def computed_by(model: SparseModel, on_layer: Callable[[int], None] = lambda _: None) -> PagedPool:
@@ -75,12 +72,12 @@ def in_threads(model: SparseModel, size: int, work: Callable[[SparseModel, int],
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_every_process_has_the_kv_of_all_tokens(model: SparseModel, size: int) -> None:
-    expected = computed_by(model)
+def test_every_process_has_the_kv_of_all_tokens(drafting: SparseModel, size: int) -> None:
+    expected = computed_by(drafting)
     layers: list[int] = []
     on_layer = [layers.append] + [lambda _: None] * (size - 1)
-    pools = in_threads(model, size, lambda part, rank: computed_by(part, on_layer[rank]))
-    assert layers == list(range(model.spec.num_layers)) * len(STEPS)
+    pools = in_threads(drafting, size, lambda part, rank: computed_by(part, on_layer[rank]))
+    assert layers == list(range(drafting.spec.num_layers)) * len(STEPS)
     for pool in pools:
         for mine, theirs in ((pool.kv, expected.kv), (pool.keys, expected.keys)):
             torch.testing.assert_close(
@@ -89,9 +86,9 @@ def test_every_process_has_the_kv_of_all_tokens(model: SparseModel, size: int) -
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_process_has_the_hidden_states_of_all_tokens(model: SparseModel, size: int) -> None:
+def test_every_process_has_the_hidden_states_of_all_tokens(drafting: SparseModel, size: int) -> None:
     """Log probabilities of prompts are computed from them."""
-    expected = hidden_of(model)
-    for found in in_threads(model, size, lambda part, rank: hidden_of(part)):
+    expected = hidden_of(drafting)
+    for found in in_threads(drafting, size, lambda part, rank: hidden_of(part)):
         for mine, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from control.messages import AttemptId, FetchGrant, FetchRequest
+from kvcache.page_cache import PageCache
 from prefill_node.attempt import HeldState
 from prefill_node.config import FetchPolicy
 from tests.prefill_node.world import LiveWorld, new_cache, states_of
@@ -37,8 +38,14 @@ class Fetching(LiveWorld):
 
     digested_together = GROUP_POSITIONS
 
-    def __init__(self, fetch_policy: FetchPolicy = "always", world_size: int = 1) -> None:
-        super().__init__(new_cache(48), fetch_policy=fetch_policy, world_size=world_size)
+    def __init__(
+        self,
+        fetch_policy: FetchPolicy = "always",
+        world_size: int = 1,
+        cache: PageCache | None = None,
+        **of_model: Any,
+    ) -> None:
+        super().__init__(cache or new_cache(48), fetch_policy=fetch_policy, world_size=world_size, **of_model)
         self.lend()
 
     def lend(self) -> None:

@@ -7,6 +7,8 @@ import pytest
 
 from prefill_node.division import checksums_of_blocks, cut, divide
 from prefill_node.fetch import WrongGrant, pieces
+from tests.identity import IDENTITY
+from tests.prefill_node.fakes import LAYOUT
 from tests.prefill_node.world import UNTOUCHED, Slots
 from transfer.checksum import GROUP_POSITIONS, digests
 from transfer.memory import Checksum, Checksums
@@ -59,7 +61,7 @@ def test_digests_that_do_not_cover_what_is_read_are_refused(
 
 
 def test_digests_cover_every_position_of_every_buffer_once() -> None:
-    pool, slots = Slots(), np.arange(5, 1005)
+    pool, slots = Slots(LAYOUT, IDENTITY), np.arange(5, 1005)
     found = list(digests(pool.destination.buffers, slots, 7))
     assert [(c.buffer, c.start, c.stop) for c in found] == [(b, 7, 1007) for b in range(3)]
     pool.layers[1][1004] = UNTOUCHED - 3

@@ -22,11 +22,13 @@ from control.messages import (
     ChunkDone,
     Destination,
     Message,
+    ModelIdentity,
     Peer,
     PrefillDone,
     PrefillRequest,
 )
-from engine.chunked import ChunkedPrefill, WantedLogprobs, compute_chunks
+from engine.chunked import ChunkedPrefill, compute_chunks
+from kvcache.layout import KVLayout, buffer_info
 from kvcache.page_cache import PageCache, can_cache
 from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.passes import PrefillChunk
@@ -83,6 +85,7 @@ def request(**changes: Any) -> PrefillRequest:
     fields: dict[str, Any] = {
         "attempt": R,
         "token_ids": tuple(range(10)),
+        "last_token_id": 10,
         "destination": destination(),
         "extents": ((0, 10),),
         "hisparse": True,
@@ -131,6 +134,7 @@ class Node:
         fetch_policy: FetchPolicy,
         max_tokens: int = 512,
         wake: Callable[[], None] = lambda: None,
+        identity: ModelIdentity = IDENTITY,
     ) -> None:
         """lines: to the other ranks; each can `send`."""
         self.prefill: ChunkedPrefill[HeldAttempt] = ChunkedPrefill(cache.pool, chunk_size, cache)
@@ -149,7 +153,7 @@ class Node:
         )
         self.executor: Executor[Order, Report] = Executor(self.ranks, new_worker, OF_FIRST, wake)
         self.executor._lines = list(lines)  # type: ignore[arg-type]
-        offer = Offer(IDENTITY, ("tcp",), max_tokens=max_tokens, vocab_size=VOCAB)
+        offer = Offer(identity, ("tcp",), max_tokens=max_tokens, vocab_size=VOCAB)
         self.planner = PrefillPlanner(self.prefill, self.executor, offer, self.metrics, 30.0, fetch_policy)
         self.held = self.planner.held
         self.fetches = self.planner._fetches
@@ -273,10 +277,7 @@ class World(Node):
             worker.step = None
         if isinstance(step, Step) and error is None:
             chunks = [self._chunk(chunk) for chunk in step.chunks]
-            wanted = [
-                None if c.next_ids is None else WantedLogprobs(torch.from_numpy(c.next_ids), c.alternatives)
-                for c in step.chunks
-            ]
+            wanted = [chunk.alternatives for chunk in step.chunks]
             queued = compute_chunks(self.model, chunks, wanted)  # type: ignore[arg-type]
             fields["prompt_logprobs"] = {number: found.wait() for number, found in queued.items()}
         self.executor.report(0, StepEnded(step.number, error, void=void, **fields))
@@ -336,7 +337,8 @@ class World(Node):
 
     def _chunk(self, chunk: StepChunk) -> PrefillChunk:
         pages = PagedSequence(self.pool, chunk.pages)
-        return PrefillChunk(torch.from_numpy(chunk.token_ids), chunk.start, chunk.sequence_length, pages)
+        ids, next_ids = torch.from_numpy(chunk.token_ids), torch.from_numpy(chunk.next_ids)
+        return PrefillChunk(ids, next_ids, chunk.start, chunk.sequence_length, pages)
 
 
 # --- with workers that work ---
@@ -391,17 +393,10 @@ class RunningModel:
 class Slots:
     """A decode node's pool."""
 
-    def __init__(self) -> None:
-        self.layers = [torch.full((NUM_SLOTS, length), UNTOUCHED, dtype=torch.uint8) for length in (16, 16, 8)]
-
-    @property
-    def destination(self) -> Destination:
-        buffers = BufferInfo(
-            ptrs=tuple(layer.data_ptr() for layer in self.layers),
-            lengths=tuple(layer.nbytes for layer in self.layers),
-            item_lengths=(16, 16, 8),
-        )
-        return destination(buffers=buffers)
+    def __init__(self, layout: KVLayout, identity: ModelIdentity) -> None:
+        sizes = [buffer.position_bytes for buffer in layout.buffers]
+        self.layers = [torch.full((NUM_SLOTS, size), UNTOUCHED, dtype=torch.uint8) for size in sizes]
+        self.destination = destination(identity=identity, buffers=buffer_info(self.layers))
 
     def wipe(self) -> None:
         for layer in self.layers:
@@ -438,9 +433,10 @@ class ThreadExchange:
 class LiveRank:
     """A rank with a pool, a model and channels of its own. Orders and reports of ranks other than 0 go as bytes."""
 
-    def __init__(self, rank: int, pool: PagedKVPool, checksums: ChecksumMode, exchange: ThreadExchange) -> None:
-        self.rank, self.pool = rank, pool
-        self.model = RunningModel()
+    def __init__(
+        self, rank: int, pool: PagedKVPool, checksums: ChecksumMode, exchange: ThreadExchange, model: Any
+    ) -> None:
+        self.rank, self.pool, self.model = rank, pool, model
         self.channel, self.reads = LateChannel("tcp"), LateChannel("tcp")
         self.silence = 0.0
         self.connect_reads: Callable[[], LateChannel] = lambda: self.reads
@@ -452,7 +448,7 @@ class LiveRank:
             register=lambda _: None, connect=lambda _: self.channel, connect_to_read=lambda _: self.connect_reads()
         )
         self.worker = PrefillWorker(
-            self.model,  # type: ignore[arg-type]
+            self.model,
             self.pool,
             transports,  # type: ignore[arg-type]
             lambda _: self.silence,
@@ -488,20 +484,27 @@ class LiveWorld(Node):
         checksums: ChecksumMode = "full",
         fetch_policy: FetchPolicy = "never",
         world_size: int = 1,
+        new_model: Callable[[int, ThreadExchange], Any] = lambda rank, exchange: RunningModel(),
+        identity: ModelIdentity = IDENTITY,
     ) -> None:
+        """new_model: of a rank."""
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.exchange = ThreadExchange(world_size)
         pools = [cache.pool] + [
-            PagedKVPool(LAYOUT, cache.pool.num_pages, cache.pool.page_size, CPU) for _ in range(1, world_size)
+            PagedKVPool(cache.pool.layout, cache.pool.num_pages, cache.pool.page_size, CPU)
+            for _ in range(1, world_size)
         ]
-        self.all = [LiveRank(rank, pool, checksums, self.exchange) for rank, pool in enumerate(pools)]
+        self.all = [
+            LiveRank(rank, pool, checksums, self.exchange, new_model(rank, self.exchange))
+            for rank, pool in enumerate(pools)
+        ]
         self.first, *self.others = self.all
         self.model, self.channel = self.first.model, self.first.channel
         wake = partial(self._woken.put, None)
-        super().__init__(cache, chunk_size, self.first.start, self.others, fetch_policy, wake=wake)
+        super().__init__(cache, chunk_size, self.first.start, self.others, fetch_policy, wake=wake, identity=identity)
         for each in self.others:
             each.start_far(self.executor.report)
-        self.slots = Slots()
+        self.slots = Slots(cache.pool.layout, identity)
         self.hold = threading.Event()
         self._requests = 0
 
@@ -516,12 +519,14 @@ class LiveWorld(Node):
         extents: tuple[tuple[int, int], ...] | None = None,
         salt: str = "",
         decode: Peer = DECODE,
+        last_token: int = 10,
     ) -> AttemptId:
         """Start a prefill."""
         self._requests += 1
         asked = request(
             attempt=AttemptId(decode.boot_id, f"r{self._requests}", 1),
             token_ids=tuple(tokens),
+            last_token_id=last_token,
             start=start,
             destination=self.slots.destination,
             extents=extents or ((0, len(tokens) - start),),

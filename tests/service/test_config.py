@@ -7,8 +7,17 @@ import pytest
 import torch
 
 from base.errors import StartupError
-from service.config import NodeConfig, check_clients, check_processes, is_loopback
-from service.node_model import check, claim_transfer_ports, use_device
+from model.tiny import write_tiny_checkpoint
+from service.checkpoint import identity_of
+from service.config import (
+    NodeConfig,
+    SpeculativeNumSteps,
+    check_clients,
+    check_processes,
+    drafts_of,
+    is_loopback,
+)
+from service.node_model import NodeModel, check, claim_transfer_ports, use_device
 
 
 def config(**flags: str) -> NodeConfig:
@@ -116,3 +125,35 @@ def test_on_a_cpu_nothing_is_hidden(four_gpus: pytest.MonkeyPatch) -> None:
     four_gpus.setenv("CUDA_VISIBLE_DEVICES", "2")
     assert use_device("cpu") == torch.device("cpu")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("steps", "has_draft_layer", "device", "drafts"),
+    [
+        ("0", True, "cpu", 0),
+        ("0", False, "cuda", 0),
+        ("auto", False, "cpu", 0),
+        ("auto", True, "cpu", 3),
+        ("auto", True, "cuda", 0),
+        ("3", True, "cuda", 3),
+    ],
+)
+def test_a_node_drafts_if_its_checkpoint_can(
+    steps: SpeculativeNumSteps, has_draft_layer: bool, device: str, drafts: int
+) -> None:
+    assert drafts_of(steps, has_draft_layer, device) == drafts
+
+
+def test_drafts_that_are_asked_for_need_the_layer() -> None:
+    with pytest.raises(StartupError, match=r"^--speculative-num-steps 2: the checkpoint has no multi-token prediction"):
+        drafts_of("2", has_draft_layer=False, device="cpu")
+
+
+@pytest.mark.parametrize(("steps", "drafts", "layer"), [("0", 0, None), ("2", 2, 4)])
+def test_a_node_has_the_draft_layer_if_it_drafts(
+    tmp_path: Path, steps: SpeculativeNumSteps, drafts: int, layer: int | None
+) -> None:
+    write_tiny_checkpoint(tmp_path, "glm_moe_dsa", seed=1)
+    node = NodeModel.of("prefill", NodeConfig(model_path=tmp_path, speculative_num_steps=steps))
+    assert (node.drafts, node.spec.draft_layer) == (drafts, layer)
+    assert identity_of(node.spec).draft_layer == (layer is not None)

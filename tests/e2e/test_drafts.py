@@ -1,0 +1,49 @@
+"""Nodes that draft tokens say, token for token, what transformers says."""
+
+from itertools import product
+
+import pytest
+
+from tests.e2e.asking import Job, assert_exact, random_prompts
+from tests.e2e.cluster import Cluster
+from tests.e2e.conftest import FAMILIES, References, StartCluster
+from tests.e2e.test_parity import ALONE, TOGETHER
+
+# A hot buffer that cuts queries all the time: one query may fill it.
+SMALL = '{"device_buffer_size": 64, "host_pool_gib": 0.2}'
+
+
+def drafting(cluster: Cluster, drafts: int, ranks: int = 1) -> None:
+    flags = {"speculative_num_steps": str(drafts), "ranks": ranks}
+    cluster.prefill(page_size=16, chunked_prefill_size=512, transfer_checksum="full", **flags)
+    cluster.decode(hisparse_config=SMALL, debug_verify_swap_in=True, **flags)
+    cluster.wait_ready(decode=ranks)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "family"),
+    [
+        pytest.param(
+            drafts, family, marks=() if (drafts, family) in ((3, FAMILIES[0]), (2, FAMILIES[1])) else pytest.mark.slow
+        )
+        for drafts, family in product((1, 2, 3), FAMILIES)
+    ],
+)
+def test_greedy_tokens_with_drafts_equal_transformers(
+    start_cluster: StartCluster, references: References, drafts: int, family: str
+) -> None:
+    cluster = start_cluster(family)
+    drafting(cluster, drafts)
+    assert_exact(cluster.url, references[family], [Job(prompt, 20) for prompt in ALONE], 1)
+    assert_exact(cluster.url, references[family], [Job(prompt, 64) for prompt in TOGETHER], 16)
+    more = random_prompts((300, 700), seed=9)
+    assert_exact(cluster.url, references[family], [Job(prompt, 48) for prompt in more], 2)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_groups_that_draft_say_the_same(start_cluster: StartCluster, references: References, ranks: int) -> None:
+    """Ranks with fewer requests than others, or none, take part in every pass."""
+    cluster = start_cluster(FAMILIES[0])
+    drafting(cluster, 2, ranks)
+    for concurrency, prompts in ((1, ALONE[4:7]), (3, TOGETHER[:8]), (12, TOGETHER)):
+        assert_exact(cluster.url, references[FAMILIES[0]], [Job(prompt, 40) for prompt in prompts], concurrency)
