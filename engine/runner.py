@@ -15,7 +15,7 @@ from engine.device import Download, check_device
 from engine.draft_policy import DraftPolicy, StepSize
 from engine.graphs import StepGraphs
 from engine.passes import StepPasses
-from engine.sampling import NoToken, SamplingNeeds, Settings, draw, settings_of, tokens_of
+from engine.sampling import NoToken, SamplingNeeds, draw, settings_of, tokens_of
 from hisparse.coordinator import HiSparseCoordinator, StepPlaces
 from hisparse.device_pool import upload
 from model.sparse_model import SparseModel
