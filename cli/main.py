@@ -37,7 +37,13 @@ class Commands(TyperGroup):
             raise StartupError(_rejection_reason(error)) from error
 
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 app.add_typer(quarantine.app)
 for command in entry_points(group="hisparse_pd.commands"):
@@ -153,6 +159,9 @@ def tiny_model(
     config_only: Annotated[
         bool, typer.Option("--config-only", help="Write no weights: for --load-format dummy, which needs none.")
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write to a directory that is not empty, over its files.")
+    ] = False,
 ) -> None:
     """Write a complete random checkpoint, to try things out with, or the directory for a model with dummy weights."""
     from kernels.operands import BlockFp8
@@ -166,6 +175,8 @@ def tiny_model(
         )
     if shape is not None and vocab_size is not None:
         raise StartupError("tiny-model: --vocab-size: a published shape has its own vocabulary")
+    if not force and directory.is_dir() and any(directory.iterdir()):
+        raise StartupError(f"tiny-model: {directory} is not empty; give another directory, or --force")
     try:
         if shape is not None:
             described = published_config(shape, layers, routed_experts)

@@ -146,8 +146,9 @@ def serve_until_stopped(plan: ServePlan) -> int:
     """Run the plan until SIGTERM or SIGINT (returns 0), or until a process ends (returns its exit code, at least 1).
 
     On SIGTERM the gateway drains while the nodes serve on. On SIGINT everything ends at once. The process that ended is
-    named last, after the output of the others.
+    named last, after the output of the others. Raises StartupError if another process has the gateway's port.
     """
+    _check_is_free(plan.config.host, plan.port)
     lifecycle = Lifecycle(plan.config.drain_timeout)
     woken = threading.Event()
 
@@ -231,6 +232,17 @@ def free_port(ranks: int = 1) -> int:
     raise StartupError(f"no free TCP port from {_PORTS.start} to {_PORTS.stop - 1}")
 
 
+def _check_is_free(host: str, port: int) -> None:
+    """Raises StartupError for a port of the gateway that another process has: that one would be asked whether it is
+    ready."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the gateway does
+            probe.bind((host, port))
+    except OSError as error:
+        raise StartupError(f"--port {port}: {host} cannot be listened on ({error.strerror})") from error
+
+
 def _claim(port: int) -> socket.socket | None:
     claim = socket.socket(socket.AF_UNIX)
     with socket.socket() as probe, contextlib.suppress(OSError):
@@ -245,7 +257,8 @@ def is_ready(base_url: str, certfile: Path | None = None) -> bool:
     """Whether the process at that address can serve. certfile: the certificate that it must have, over HTTPS."""
     try:
         trust = True if certfile is None else _only(certfile)
-        return httpx.get(f"{base_url}/ready", timeout=2.0, verify=trust).status_code == 200
+        # Without the environment's proxies: it is a process of this machine.
+        return httpx.get(f"{base_url}/ready", timeout=2.0, verify=trust, trust_env=False).status_code == 200
     except (httpx.TransportError, OSError):
         return False
 

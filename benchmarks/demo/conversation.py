@@ -44,7 +44,8 @@ def ask(base_url: str, model: str, question: Question, show: Callable[[str], Non
     times: list[float] = []
     usage = {"prompt_tokens": 0, "completion_tokens": 0}
     asked = time.monotonic()
-    with httpx.stream("POST", f"{base_url}/v1/chat/completions", json=body, timeout=_TIMEOUT_S) as response:
+    url = f"{base_url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, timeout=_TIMEOUT_S, trust_env=False) as response:
         response.raise_for_status()
         for line in response.iter_lines():
             if not line.startswith("data: {"):

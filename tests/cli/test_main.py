@@ -102,3 +102,24 @@ def test_help_loads_none_of_what_takes_long(words: list[str]) -> None:
 )
 def test_a_process_is_listed_with_its_flags_and_without_its_keys(words: str, shown: str) -> None:
     assert title(words.split()) == f"hisparse-pd {shown}".rstrip()
+
+
+def test_a_directory_with_files_is_not_written_over(refused: Refused, tmp_path: Path) -> None:
+    foreign = tmp_path / "config.json"
+    foreign.write_text("{}")
+    shape = ("--shape", "glm-5.2", "--config-only")
+    assert refused("tiny-model", str(tmp_path), *shape) == (
+        f"error: tiny-model: {tmp_path} is not empty; give another directory, or --force"
+    )
+    assert foreign.read_text() == "{}"
+    with pytest.raises(SystemExit) as ended:
+        main(["tiny-model", str(tmp_path), *shape, "--force"])
+    assert ended.value.code == 0
+    assert "glm_moe_dsa" in foreign.read_text()
+
+
+def test_h_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "-h"])
+    assert ended.value.code == 0
+    assert "--model-path" in capsys.readouterr().out

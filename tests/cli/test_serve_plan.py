@@ -1,8 +1,10 @@
 """What `serve` hands to each of its processes."""
 
+import http.server
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -226,3 +228,27 @@ def test_a_port_that_was_chosen_is_not_chosen_again_before_it_is_used(two_ports:
     theirs = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout
     assert {mine, int(theirs)} == set(two_ports)
     assert free_port() == int(theirs), "whoever chose it has ended"
+
+
+def test_a_port_that_another_service_has_is_refused_at_start(refused: Callable[..., str]) -> None:
+    """That service would be asked whether the gateway is ready."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        said = refused("serve", "--model-path", "anywhere", "--port", str(port))
+    assert said == f"error: --port {port}: 127.0.0.1 cannot be listened on (Address already in use)"
+
+
+def test_a_process_of_this_machine_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ready(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Ready) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert serve.is_ready(f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
