@@ -16,6 +16,7 @@ from base.version import VERSION
 from cli import quarantine
 from cli.config import ServeConfig, SizingConfig
 from cli.flags import takes_flags
+from cli.other_names import OTHER_NAMES
 from decode_node.config import DecodeConfig
 from gateway.config import GatewayConfig
 from model.families import FamilyName, ShapeName
@@ -24,6 +25,8 @@ from ranks.place import RankPlace
 from service.lifecycle import end_on_sigterm_until_served, raise_file_limit
 
 _SECRET_FLAGS = ("--api-key",)
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+"""Of which a flag that is unknown is one, too."""
 
 
 class Commands(TyperGroup):
@@ -35,6 +38,10 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except typer.BadParameter as error:
             raise StartupError(_rejection_reason(error)) from error
+        except _UsageError as error:
+            if (name := getattr(error, "option_name", "")) in OTHER_NAMES:
+                raise StartupError(f"{name}: the flag is {OTHER_NAMES[name]}") from error
+            raise
 
 
 app = typer.Typer(

@@ -97,8 +97,9 @@ def _select(positions: torch.Tensor, rotation: Rotation, step: int) -> None:
 
 
 def _numbers(flag: str, given: tuple[str, ...], least: int) -> list[int]:
+    """Of words that are numbers or lists of them, such as 1,16,64."""
     try:
-        numbers = [int(word) for word in given]
+        numbers = [int(number) for word in given for number in word.split(",")]
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < least:

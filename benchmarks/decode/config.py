@@ -20,9 +20,9 @@ class DecodeBench:
         int,
         Flag("Of a group of so many: that part of the experts, for the tokens of all; nothing is exchanged.", min=1),
     ] = 1
-    batches: Annotated[tuple[str, ...], Flag("Requests that decode; may be repeated.", name="--batch")] = ()
+    batches: Annotated[tuple[str, ...], Flag("Requests that decode, such as 1,16,64.", name="--batch")] = ()
     new_positions: Annotated[
-        tuple[str, ...], Flag("Selected positions that are new in each step and layer; may be repeated.")
+        tuple[str, ...], Flag("Selected positions that are new in each step and layer, such as 0,275.")
     ] = ()
     requests_in_group: Annotated[
         int | None,

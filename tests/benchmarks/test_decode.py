@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
+from base.errors import StartupError
+from benchmarks.decode.bench import _numbers
 from benchmarks.decode.config import DecodeBench
 from benchmarks.decode.timing import StepTiming, part_of
 from benchmarks.decode.workload import GivenSelection, Requests, model_of
@@ -153,3 +155,9 @@ def test_a_part_takes_the_larger_of_memory_and_arithmetic_then_the_link() -> Non
     assert Work(num_bytes=HBM_BYTES_PER_MS, operations=800e9 * 3).ms(50) == 3
     assert Work(num_bytes=HBM_BYTES_PER_MS, operations=800e9 * 3, in_fp8=True).ms(50) == 1.5
     assert Work(num_bytes=HBM_BYTES_PER_MS, link_bytes=100e6).ms(50) == 3
+
+
+def test_numbers_may_be_given_as_lists() -> None:
+    assert _numbers("--batch", ("1,16", "64"), least=1) == [1, 16, 64]
+    with pytest.raises(StartupError, match="^--batch 1,x: expected whole numbers from 1"):
+        _numbers("--batch", ("1,x",), least=1)

@@ -1,5 +1,6 @@
 """Flags arrive in the configuration under their own names."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +13,12 @@ import decode_node.process
 import gateway.process
 import prefill_node.process
 from base.version import VERSION
+from cli.config import ServeConfig
+from cli.flags import declared_flags
 from cli.main import main, title
+from cli.other_names import OTHER_NAMES
 from control.codec import PROTOCOL_VERSION
+from decode_node.config import DecodeConfig
 from gateway.config import GatewayConfig
 
 Refused = Callable[..., str]
@@ -123,3 +128,23 @@ def test_h_is_help(capsys: pytest.CaptureFixture[str]) -> None:
         main(["serve", "-h"])
     assert ended.value.code == 0
     assert "--model-path" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ("serve --model-path /m --tensor-parallel-size 8", "--decode-ranks"),
+        ("decode --model-path /m --max-model-len=4096", "--context-length"),
+        ("prefill --model /m", "--model-path"),
+        ("decode --model-path /m --gpu-memory-utilization 0.9", "--mem-fraction-static"),
+    ],
+)
+def test_a_flag_of_another_server_is_answered_with_ours(refused: Refused, words: str, flag: str) -> None:
+    assert flag in refused(*words.split())
+
+
+def test_every_flag_that_is_named_instead_exists() -> None:
+    names = {flag.name for kind in (ServeConfig, DecodeConfig) for flag in declared_flags(kind)}
+    for answer in OTHER_NAMES.values():
+        assert all(f"--{flag.removeprefix('no-')}" in names for flag in re.findall(r"--([a-z-]+)", answer))
+    assert not names & OTHER_NAMES.keys()
