@@ -159,5 +159,5 @@ def test_a_part_takes_the_larger_of_memory_and_arithmetic_then_the_link() -> Non
 
 def test_numbers_may_be_given_as_lists() -> None:
     assert _numbers("--batch", ("1,16", "64"), least=1) == [1, 16, 64]
-    with pytest.raises(StartupError, match="^--batch 1,x: expected whole numbers from 1"):
+    with pytest.raises(StartupError, match=r"^--batch 1,x: expected whole numbers from 1"):
         _numbers("--batch", ("1,x",), least=1)
