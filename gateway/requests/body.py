@@ -74,6 +74,9 @@ OF_MESSAGES: Neutral = {"annotations": ([],), "audio": (), "function_call": (), 
 OF_STREAMS: Neutral = {"include_obfuscation": (True, False)}
 """The same for stream_options. Obfuscation pads chunks, which no client depends on."""
 
+_CODES = {"thread": "thread_unsupported_request"}
+"""By field that is refused, the code by which clients know that they have to do without it."""
+
 _MOST_NAMES = 1000
 _MOST_CHARACTERS = 64
 
@@ -95,7 +98,8 @@ class FieldPolicy:
             elif not any(_same(value, other) for other in neutral[name]):
                 allowed = " or ".join(map(repr, neutral[name]))
                 other_than = f" other than {allowed}, found {shown(value)}" if allowed else ""
-                raise ApiError(400, f"{path}{name}: not supported here{other_than}", param=path + name)
+                message = f"{path}{name}: not supported here{other_than}"
+                raise ApiError(400, message, param=path + name, code=_CODES.get(name))
 
     def _unknown(self, name: str, path: str) -> None:
         if self._strict:

@@ -159,7 +159,7 @@ class CountTokensRequest(ConvertedRequest):
         "response_format": "output_config.format",
         "stop": "stop_sequences",
     }
-    neutral: ClassVar = {"container": (), "mcp_servers": ([],)}
+    neutral: ClassVar = {"container": (), "mcp_servers": ([],), "thread": ()}
 
     messages: Annotated[list[MessageTurn], Field(min_length=1)]
     system: TextOr[TextBlock] | None = None
