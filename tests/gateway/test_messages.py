@@ -57,6 +57,18 @@ def test_an_answer_is_a_message(deepseek: World) -> None:
     assert (sampling.temperature, sampling.top_k) == (0.5, 7)
 
 
+def test_claude_code_s_billing_header_is_no_part_of_the_prompt(deepseek: World) -> None:
+    prompts = []
+    for number in range(2):
+        deepseek.says("yes")
+        header = f"x-anthropic-billing-header: cc_version=2.1.{number}; cch={number};"
+        ask(deepseek, system=[{"type": "text", "text": header}, {"type": "text", "text": "Be short."}])
+        prompts.append(deepseek.prompt)
+    assert "billing" not in prompts[0]
+    assert "Be short." in prompts[0]
+    assert prompts[0] == prompts[1]
+
+
 def test_an_agent_goes_on_with_what_it_got(deepseek: World) -> None:
     messages: list[dict[str, Any]] = [QUESTION]
     deepseek.says("Two." + dsml_calls(dsml_call("Paris"), dsml_call("Oslo", 3)))
