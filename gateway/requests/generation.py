@@ -84,6 +84,7 @@ class CommonFields(Piece):
 class GenerationRequest(RequestBody, CommonFields, StructureFields, ABC):
     """The fields of OpenAI's endpoints, and vLLM's additions to them."""
 
+    generates = True
     prompt_field: ClassVar[str]
     default_tokens: ClassVar[int | None]
     """How many tokens to generate by default; None: as many as the context has room for."""

@@ -216,6 +216,8 @@ class CountTokensRequest(ConvertedRequest):
 class MessagesRequest(CountTokensRequest):
     """The body of POST /v1/messages."""
 
+    generates = True
+
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: StopStrings | None = None
     metadata: Metadata | None = None

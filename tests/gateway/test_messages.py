@@ -224,6 +224,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "maybe"}}, "tool_choice: expected a choice of type auto, any, tool or none"),
     ({"thinking": {"type": "much"}}, "thinking.type: "),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers: not supported here"),
+    ({"n": 2}, "n: not supported here"),
+    ({"response_format": {"type": "json_object"}}, "response_format: not supported here"),
     ({"stop_sequences": "x"}, "stop_sequences: "),
     ({"temperature": 3}, "temperature: "),
     ({"max_tokens": 1 << 20}, "input length and `max_tokens` exceed context limit: "),

@@ -223,6 +223,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"metadata": {"a": 1}}, "metadata.a", "found 1"),
     ({"truncation": "always"}, "truncation", "found 'always'"),
     ({"n": 2}, "n", "not supported here"),
+    ({"max_tokens": 5}, "max_tokens", "not supported here"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "not supported here"),
 ]
 
 
