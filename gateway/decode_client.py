@@ -274,7 +274,11 @@ def _rejection_reason(rejected: Rejected, node: Peer) -> Exception:
     log.warning(
         "decode node cannot hold a request", request_id=rejected.request_id, node=node.address, reason=rejected.reason
     )
-    return context_length_exceeded(f"the request is too long for its decode node (request {rejected.request_id})")
+    return context_length_exceeded(
+        "more than a decode node holds now",
+        f"the request is too long for its decode node (request {rejected.request_id}). Shorten the prompt.",
+        f"prompt is too long: it has more tokens than a decode node holds now (request {rejected.request_id})",
+    )
 
 
 def _key(kind: str, request_id: str, node: Peer) -> _Key:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from typing import Literal, NotRequired
 
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
@@ -38,11 +38,18 @@ class Error(TypedDict):
     error: ErrorDetail
 
 
+class AnthropicErrorCode(TypedDict):
+    """By which clients tell errors of one type apart."""
+
+    error_code: str
+
+
 class AnthropicErrorDetail(TypedDict):
     """What went wrong."""
 
     type: str
     message: str
+    details: NotRequired[AnthropicErrorCode]
 
 
 class AnthropicError(TypedDict):
@@ -59,6 +66,8 @@ class ApiError(Exception):
     status: int
     message: str
     _: KW_ONLY
+    anthropic: str | None = None
+    """The message in the words that clients of Anthropic's API know."""
     param: str | None = None
     code: str | None = None
     retry_after: float | None = None
@@ -72,7 +81,10 @@ class ApiError(Exception):
 
     def anthropic_body(self) -> AnthropicError:
         kind = _ANTHROPIC_TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        detail: AnthropicErrorDetail = {"type": kind, "message": self.anthropic or self.message}
+        if self.code is not None:
+            detail["details"] = {"error_code": self.code}
+        return {"type": "error", "error": detail}
 
     def response(self, path: str = "") -> Response:
         """path: of the request, which decides the form."""
@@ -99,8 +111,10 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def context_length_exceeded(message: str, param: str | None = None) -> ApiError:
-    return ApiError(400, message, param=param, code="context_length_exceeded")
+def context_length_exceeded(limit: str, however: str, anthropic: str, param: str | None = None) -> ApiError:
+    """By these words of OpenAI's and Anthropic's APIs, agents know that a shorter prompt would do."""
+    message = f"This model's maximum context length is {limit}. However, {however}"
+    return ApiError(400, message, anthropic=anthropic, param=param, code="context_length_exceeded")
 
 
 def timed_out() -> ApiError:

@@ -57,7 +57,6 @@ class OutputReasoning(ItemHead):
     type: Literal["reasoning"]
     summary: Nothing
     content: list[ReasoningPart]
-    encrypted_content: None
 
 
 class OutputCall(ItemHead):
@@ -125,6 +124,7 @@ class Response(TypedDict):
     status: Literal["completed", "incomplete", "in_progress", "failed"]
     background: Literal[False]
     error: ResponseError | None
+    frequency_penalty: float
     incomplete_details: IncompleteDetails | None
     instructions: str | None
     max_output_tokens: int | None
@@ -133,6 +133,7 @@ class Response(TypedDict):
     model: str
     output: list[Item]
     parallel_tool_calls: bool
+    presence_penalty: float
     previous_response_id: None
     prompt_cache_key: str | None
     reasoning: GivenReasoning
@@ -263,7 +264,7 @@ class ResponseAnswer(BlockAnswer):
                 return OutputMessage(**head, type="message", role="assistant", content=texts)
             case "reasoning":
                 parts: list[ReasoningPart] = [] if begins else [{"type": "reasoning_text", "text": block.text}]
-                return OutputReasoning(**head, type="reasoning", summary=[], content=parts, encrypted_content=None)
+                return OutputReasoning(**head, type="reasoning", summary=[], content=parts)
 
     def _part(self, block: Block, logprobs: Column[ChosenLogprob], text: str) -> OutputText | ReasoningPart:
         return {"type": "reasoning_text", "text": text} if block.kind == "reasoning" else _output_text(text, logprobs)
@@ -287,6 +288,7 @@ class ResponseAnswer(BlockAnswer):
             "status": status,
             "background": False,
             "error": None,
+            "frequency_penalty": chat.frequency_penalty or 0.0,
             "incomplete_details": None,
             "instructions": source.instructions,
             "max_output_tokens": source.max_output_tokens,
@@ -295,6 +297,7 @@ class ResponseAnswer(BlockAnswer):
             "model": self.model,
             "output": output,
             "parallel_tool_calls": source.parallel_tool_calls is not False,
+            "presence_penalty": chat.presence_penalty or 0.0,
             "previous_response_id": None,
             "prompt_cache_key": source.prompt_cache_key,
             "reasoning": {"effort": source.reasoning.effort if source.reasoning else None, "summary": None},

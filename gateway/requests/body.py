@@ -52,7 +52,9 @@ NEUTRAL: Neutral = {
     "ebnf": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "include_reasoning": (True,),
     "json_schema": (),
+    "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "lora_path": (),
@@ -60,6 +62,7 @@ NEUTRAL: Neutral = {
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "regex": (),
+    "separate_reasoning": (True,),
     "spaces_between_special_tokens": (True,),
     "stop_regex": ([],),
     "suffix": ("",),
@@ -68,11 +71,40 @@ NEUTRAL: Neutral = {
 }
 """Fields of OpenAI's, vLLM's and SGLang's APIs that are not carried out here."""
 
+OF_GENERATION: Neutral = {
+    "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "echo": (False,),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "logprobs": (False,),
+    "max_completion_tokens": (),
+    "max_tokens": (),
+    "n": (1,),
+    "parallel_tool_calls": (True, False),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "stream_options": ({"include_usage": True}, {"include_usage": False}),
+    "structured_outputs": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+}
+"""The same for the fields that some endpoints carry out, at the other endpoints that generate."""
+
 OF_MESSAGES: Neutral = {"annotations": ([],), "audio": (), "function_call": (), "prefix": (False,)}
 """The same for the fields of a message: clients send back answers with these."""
 
 OF_STREAMS: Neutral = {"include_obfuscation": (True, False)}
 """The same for stream_options. Obfuscation pads chunks, which no client depends on."""
+
+_CODES = {"thread": "thread_unsupported_request"}
+"""By field that is refused, the code by which clients know that they have to do without it."""
 
 _MOST_NAMES = 1000
 _MOST_CHARACTERS = 64
@@ -95,7 +127,8 @@ class FieldPolicy:
             elif not any(_same(value, other) for other in neutral[name]):
                 allowed = " or ".join(map(repr, neutral[name]))
                 other_than = f" other than {allowed}, found {shown(value)}" if allowed else ""
-                raise ApiError(400, f"{path}{name}: not supported here{other_than}", param=path + name)
+                message = f"{path}{name}: not supported here{other_than}"
+                raise ApiError(400, message, param=path + name, code=_CODES.get(name))
 
     def _unknown(self, name: str, path: str) -> None:
         if self._strict:
@@ -124,6 +157,8 @@ class Piece(FailFastModel):
 class RequestBody(Piece):
     """The body of a request."""
 
+    generates: ClassVar[bool] = False
+    """Whether the answer is generated, so that `OF_GENERATION` matters."""
     neutral: ClassVar[Neutral] = {}
     """Like `NEUTRAL`, for this endpoint alone."""
     names: ClassVar[Mapping[str, str]] = {}
@@ -131,7 +166,8 @@ class RequestBody(Piece):
 
     def check_fields(self, policy: FieldPolicy) -> None:
         """Raises ApiError for a field that asks for what is not carried out."""
-        policy.check(self.model_extra or {}, {**NEUTRAL, **self.neutral})
+        of_others = OF_GENERATION if self.generates else {}
+        policy.check(self.model_extra or {}, {**NEUTRAL, **of_others, **self.neutral})
 
     @classmethod
     @contextmanager

@@ -119,7 +119,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     prompt_field = "messages"
     default_tokens = None
-    neutral: ClassVar = {"add_special_tokens": (False,), "best_of": (1,), "echo": (False,)}
+    neutral: ClassVar = {"add_special_tokens": (False,)}
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None

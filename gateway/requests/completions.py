@@ -38,7 +38,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt_field = "prompt"
     default_tokens = 16
-    neutral: ClassVar = {"add_special_tokens": (True,), "tool_choice": ("none", "auto"), "tools": ([],)}
+    neutral: ClassVar = {"add_special_tokens": (True,)}
 
     prompt: Annotated[list[Prompt], PlainValidator(_prompts, json_schema_input_type=_PromptInput)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

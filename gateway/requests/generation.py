@@ -84,6 +84,7 @@ class CommonFields(Piece):
 class GenerationRequest(RequestBody, CommonFields, StructureFields, ABC):
     """The fields of OpenAI's endpoints, and vLLM's additions to them."""
 
+    generates = True
     prompt_field: ClassVar[str]
     default_tokens: ClassVar[int | None]
     """How many tokens to generate by default; None: as many as the context has room for."""
@@ -164,16 +165,12 @@ class GenerationRequest(RequestBody, CommonFields, StructureFields, ABC):
     def max_new_tokens(self, prompt_tokens: int, capacity: Capacity) -> int:
         """How many tokens to generate. Raises ApiError if prompt or output is longer than `capacity`."""
         room = capacity.context - prompt_tokens
-        if room < 1:
+        if prompt_tokens > (longest := min(capacity.context - 1, capacity.prompt)):
+            computed = f", of which {capacity.prompt} can be computed now" if capacity.prompt == longest else ""
             raise context_length_exceeded(
-                f"The maximum context length is {capacity.context} tokens, but the prompt has {prompt_tokens} tokens "
-                "and at least one is to be generated. Shorten the prompt.",
-                self.prompt_field,
-            )
-        if prompt_tokens > capacity.prompt:
-            raise context_length_exceeded(
-                f"The longest prompt that can be computed now has {capacity.prompt} tokens, but the prompt has "
-                f"{prompt_tokens}. Shorten the prompt.",
+                f"{capacity.context} tokens{computed}",
+                f"the prompt has {prompt_tokens} tokens and at least one is to be generated. Shorten the prompt.",
+                f"prompt is too long: {prompt_tokens} tokens > {longest} maximum",
                 self.prompt_field,
             )
         asked = self.requested_tokens()
@@ -183,8 +180,11 @@ class GenerationRequest(RequestBody, CommonFields, StructureFields, ABC):
             return room if self.default_tokens is None else min(room, self.default_tokens)
         if asked > room:
             raise context_length_exceeded(
-                f"The maximum context length is {capacity.context} tokens, but {prompt_tokens + asked} were requested "
-                f"({prompt_tokens} in the prompt, {asked} to generate). Reduce max_tokens or shorten the prompt.",
+                f"{capacity.context} tokens",
+                f"{prompt_tokens + asked} were requested ({prompt_tokens} in the prompt, {asked} to generate). Reduce "
+                "max_tokens or shorten the prompt.",
+                f"input length and `max_tokens` exceed context limit: {prompt_tokens} + {asked} > {capacity.context}, "
+                "decrease input length or `max_tokens` and try again",
                 "max_tokens",
             )
         return asked

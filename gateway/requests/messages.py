@@ -11,6 +11,9 @@ from gateway.requests.body import JsonObject, Piece, TextOr, kinds
 from gateway.requests.chat import MAX_TOOLS, CallId, ConvertedRequest, ToolName, chat_call
 from gateway.requests.generation import StopStrings
 
+_BILLING = "x-anthropic-billing-header"
+"""What a block of Claude Code's system prompt begins with. It changes with each request, and is not for the model."""
+
 
 class TextBlock(Piece):
     """Text."""
@@ -159,7 +162,7 @@ class CountTokensRequest(ConvertedRequest):
         "response_format": "output_config.format",
         "stop": "stop_sequences",
     }
-    neutral: ClassVar = {"container": (), "mcp_servers": ([],)}
+    neutral: ClassVar = {"container": (), "mcp_servers": ([],), "thread": ()}
 
     messages: Annotated[list[MessageTurn], Field(min_length=1)]
     system: TextOr[TextBlock] | None = None
@@ -177,7 +180,10 @@ class CountTokensRequest(ConvertedRequest):
         return self
 
     def chat_fields(self) -> dict[str, Any]:
-        system = [{"role": "system", "content": text_of(self.system)}] if self.system else []
+        given = self.system
+        if given is not None and not isinstance(given, str):
+            given = [block for block in given if not block.text.startswith(_BILLING)]
+        system = [{"role": "system", "content": text_of(given)}] if given else []
         choice, parallel = self.tool_choice, None
         chosen: Any = None
         if choice is not None:
@@ -209,6 +215,8 @@ class CountTokensRequest(ConvertedRequest):
 
 class MessagesRequest(CountTokensRequest):
     """The body of POST /v1/messages."""
+
+    generates = True
 
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: StopStrings | None = None

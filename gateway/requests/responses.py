@@ -163,6 +163,7 @@ class ResponseText(Piece):
 class ResponsesRequest(ConvertedRequest):
     """The body of POST /v1/responses."""
 
+    generates = True
     names: ClassVar = {
         "messages": "input",
         "max_tokens": "max_output_tokens",
@@ -175,7 +176,6 @@ class ResponsesRequest(ConvertedRequest):
         "context_management": ([],),
         "conversation": (),
         "moderation": (),
-        "n": (1,),
         "previous_response_id": (),
         "prompt": (),
     }

@@ -62,6 +62,10 @@ def test_other_refusals(fresh: World) -> None:
     fresh.decode.reject = "too_long"
     answer = fresh.post()
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert answer.json()["error"]["message"].startswith("This model's maximum context length is ")
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    answer = fresh.http.post("/v1/messages", json=body)
+    assert answer.json()["error"]["message"].startswith("prompt is too long: ")
     fresh.decode.reject = "draining"
     assert fresh.post().status_code == 503
 
@@ -70,7 +74,7 @@ def test_requests_beyond_every_decode_node(prefill: FakeNode, start_decode: Star
     start_decode(max_request_tokens=50)
     answer = http.post("/v1/completions", json=BODY)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
-    assert "maximum context length is 50 tokens, but 103 were" in answer.json()["error"]["message"]
+    assert "model's maximum context length is 50 tokens. However, 103 were" in answer.json()["error"]["message"]
 
 
 def test_a_chat_fills_the_largest_decode_node(prefill: FakeNode, start_decode: StartDecode, http: httpx.Client) -> None:
@@ -91,7 +95,7 @@ def test_a_prompt_that_no_prefill_node_takes_is_refused_at_once(
     decode = start_decode()
     answer = http.post("/v1/completions", json={"prompt": "a" * 51})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
-    assert "has 50 tokens, but the prompt has 51" in answer.json()["error"]["message"]
+    assert "of which 50 can be computed now. However, the prompt has 51" in answer.json()["error"]["message"]
     larger = FakeNode(gateway.control_address, "prefill").start()
     assert http.post("/v1/completions", json={"prompt": "a" * 51}).status_code == 200
     assert decode.generated[0].prefill_nodes == (larger.me, small.me)

@@ -9,8 +9,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from control.messages import Sampling
+from gateway.endpoints import ENDPOINTS, Generates
 from gateway.errors import ApiError
-from gateway.requests.body import FieldPolicy
+from gateway.requests.body import NEUTRAL, OF_GENERATION, FieldPolicy
+from gateway.requests.chat import ChatCompletionRequest
+from gateway.requests.completions import CompletionRequest
 from tests.gateway.nodes import CONTEXT, FakeDecodeNode, wait_until
 from tests.gateway.world import EOS, MODEL, RunningGateway, World
 
@@ -199,6 +202,25 @@ def test_chunks_of_text_alone_equal_chunks_with_more(http: httpx.Client, path: s
                 choice.pop("token_ids", None)
         made.append(sorted(json.dumps(chunk) for chunk in chunks))
     assert made[0] == made[1]
+
+
+BODIES = {endpoint.path: endpoint.body for endpoint in ENDPOINTS if isinstance(endpoint, Generates)}
+OF_OPENAI = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}
+INPUT: dict[str, Any] = {"prompt": "a", "input": "a", "messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_every_field_is_carried_out_or_refused_by_name(http: httpx.Client, path: str) -> None:
+    kind = BODIES[path]
+    needed = {**INPUT, "max_tokens": 1, "max_output_tokens": 1}
+    body = {name: value for name, value in needed.items() if name in kind.model_fields}
+    known = OF_OPENAI | NEUTRAL.keys() | OF_GENERATION.keys() | kind.neutral.keys()
+    refused = known - kind.model_fields.keys() - INPUT.keys() - {"parallel_tool_calls"}
+    assert http.post(path, json=body | dict.fromkeys(refused)).status_code == 200
+    for field in refused:
+        answer = http.post(path, json=body | {field: "something"})
+        assert answer.status_code == 400, field
+        assert answer.json()["error"]["message"].startswith(f"{field}: not supported here"), field
 
 
 def test_a_field_that_nobody_knows_is_ignored_and_logged_once() -> None:

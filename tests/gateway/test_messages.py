@@ -57,6 +57,18 @@ def test_an_answer_is_a_message(deepseek: World) -> None:
     assert (sampling.temperature, sampling.top_k) == (0.5, 7)
 
 
+def test_claude_code_s_billing_header_is_no_part_of_the_prompt(deepseek: World) -> None:
+    prompts = []
+    for number in range(2):
+        deepseek.says("yes")
+        header = f"x-anthropic-billing-header: cc_version=2.1.{number}; cch={number};"
+        ask(deepseek, system=[{"type": "text", "text": header}, {"type": "text", "text": "Be short."}])
+        prompts.append(deepseek.prompt)
+    assert "billing" not in prompts[0]
+    assert "Be short." in prompts[0]
+    assert prompts[0] == prompts[1]
+
+
 def test_an_agent_goes_on_with_what_it_got(deepseek: World) -> None:
     messages: list[dict[str, Any]] = [QUESTION]
     deepseek.says("Two." + dsml_calls(dsml_call("Paris"), dsml_call("Oslo", 3)))
@@ -212,9 +224,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "maybe"}}, "tool_choice: expected a choice of type auto, any, tool or none"),
     ({"thinking": {"type": "much"}}, "thinking.type: "),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers: not supported here"),
+    ({"n": 2}, "n: not supported here"),
+    ({"response_format": {"type": "json_object"}}, "response_format: not supported here"),
     ({"stop_sequences": "x"}, "stop_sequences: "),
     ({"temperature": 3}, "temperature: "),
-    ({"max_tokens": 1 << 20}, "The maximum context length is"),
+    ({"max_tokens": 1 << 20}, "input length and `max_tokens` exceed context limit: "),
+    ({"system": "x" * (1 << 15)}, "prompt is too long: "),
 ]
 
 
@@ -225,6 +240,29 @@ def test_what_is_not_carried_out_is_named(deepseek: World, fields: dict[str, Any
     body = answer.json()
     assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
     assert body["error"]["message"].startswith(message)
+
+
+def test_the_tool_runner_sends_the_whole_conversation_each_time(deepseek: World) -> None:
+    """It leaves earlier turns to threads, unless the service has none."""
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """The weather of a city."""
+        deepseek.says("Warm.")
+        return f"sun over {city}"
+
+    deepseek.says(dsml_calls(dsml_call("Rome")))
+    runner = deepseek.anthropic.beta.messages.tool_runner(
+        model=MODEL,
+        max_tokens=4096,
+        messages=[QUESTION],  # type: ignore[list-item]
+        tools=[weather],
+    )
+    assert [block.text for block in runner.until_done().content if block.type == "text"] == ["Warm."]
+    assert deepseek.prompt.index(QUESTION["content"]) < deepseek.prompt.index("sun over Rome")
+    answer = post(deepseek, thread={"type": "continue", "previous_message_id": "msg_1"})
+    assert answer.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
+    assert answer.status_code == 400
 
 
 def test_tool_choice_none_and_auto_are_carried_out(glm: World) -> None:

@@ -51,6 +51,17 @@ def test_an_answer_is_one_message(deepseek: World) -> None:
     assert deepseek.decode.generated[-1].sampling.temperature == 0.5
 
 
+def test_an_answer_has_what_open_responses_demands(glm: World) -> None:
+    glm.says("so</think>yes")
+    plain = post(glm).json()
+    assert (plain["frequency_penalty"], plain["presence_penalty"]) == (0.0, 0.0)
+    assert "encrypted_content" not in plain["output"][0]
+    given = {"frequency_penalty": 0.5, "presence_penalty": -1}
+    glm.says("so</think>yes")
+    *_, last = events_of(post(glm, stream=True, **given))
+    assert {name: last["response"][name] for name in given} == given
+
+
 def test_an_agent_goes_on_with_what_it_got(deepseek: World) -> None:
     """Two calls at once; output items come back as input, as clients without stored state do."""
     items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]}]
@@ -212,6 +223,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"metadata": {"a": 1}}, "metadata.a", "found 1"),
     ({"truncation": "always"}, "truncation", "found 'always'"),
     ({"n": 2}, "n", "not supported here"),
+    ({"max_tokens": 5}, "max_tokens", "not supported here"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "not supported here"),
 ]
 
 
