@@ -15,7 +15,7 @@ from gateway.attempt import Delta, DeltaSink
 from gateway.choice_stream import ChoiceStream, merged
 from gateway.config import GatewayConfig
 from gateway.decode_client import DecodeClient
-from gateway.errors import ApiError, timed_out
+from gateway.errors import ApiError, shown, timed_out
 from gateway.held_answers import HeldBytes
 from gateway.preparer import ApiRequest, Arrival, GenerationBody, PreparedRequest, Preparer
 from gateway.registry import Capacity, NodeRegistry
@@ -66,7 +66,7 @@ class Completer:
     def check_model(self, model: str | None) -> None:
         """Raises ApiError (404) for a model that is not served. None stands for the one that is."""
         if model is not None and model != self.model:
-            message = f"the model {model!r} does not exist; this server serves {self.model!r}"
+            message = f"the model {shown(model)} does not exist; this server serves {self.model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def prepare(

@@ -205,8 +205,9 @@ def test_stop_string_stops_the_decode_node(client: Any, decode: FakeDecodeNode) 
 
 def test_client_exceptions(client: Any) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
-        client.completions.create(model="gpt-5", prompt="a")
+        client.completions.create(model="gpt-5" + 80_000 * "x", prompt="a")
     assert unknown.value.code == "model_not_found"
+    assert len(str(unknown.value)) < 1000, "what a client has sent is not sent back whole"
     with pytest.raises(openai.BadRequestError) as too_long:
         client.completions.create(model=MODEL, prompt="a", max_tokens=CONTEXT)
     assert too_long.value.code == "context_length_exceeded"
