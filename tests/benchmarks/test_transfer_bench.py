@@ -79,7 +79,7 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
         target = wait_until(lambda: children_of(process), timeout=60, what="the target to start")
         wait_until(lambda: any(map(is_connected, children_of(process))), timeout=60, what="a transfer")
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 130
+        assert process.wait(timeout=120) == 130
         assert all_gone(target)
         assert not list(tmp_path.iterdir())
 
