@@ -144,7 +144,8 @@ class StepPasses:
             entries = torch.arange(batch, device=counts.device)
             hidden = model.draft(drafts, hidden, last.clamp(min=0), step, entries, reuse=True)
             step.finish()
-        self.num_drafts[row] = width - 1
+        # Assigning a number would copy it from the host, which cannot be recorded.
+        self.num_drafts.index_fill_(0, row, width - 1)
         return step
 
     def _entries(self, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -37,7 +37,7 @@ def decode_one(t: Tiers, request_id: str, seed: int) -> StepPlaces:
     places = t.coordinator.begin_step([request_id])
     newest = places.longest - 1
     own = Span(upload([newest]), upload([1]), 1)
-    step = t.coordinator.cache(upload(places.rows), own.first, own, own, places.longest, layers=range(0))
+    step = t.coordinator.cache(upload(places.rows), own.first, own, own, places.longest)
     for layer in range(LAYOUT.num_layers):
         step.append(layer, FORMAT.encode_items(upload([seed, layer, newest])[None]))
     for layer in range(LAYOUT.num_index_layers):
