@@ -145,7 +145,8 @@ class GivenSelection(WrappedBackend):
 
     def select_for_decode(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
         queries, k = super().select_for_decode(index, pages, topk).shape
-        given = self.positions if queries == len(self.positions) else self.positions[self._width - 1 :: self._width]
+        last = self.positions[self._width - 1 :: self._width]
+        given = last if queries == len(last) else self.positions
         return given[:queries, :k].contiguous()
 
 
