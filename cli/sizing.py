@@ -56,7 +56,7 @@ class NodeSizing:
                 context_length=c.context_length,
                 kv_cache_dtype=c.kv_cache_dtype,
                 device=torch.device("meta"),
-                drafts=drafts_of(c.speculative_num_steps, sizes.draft_layers > 0, "cuda") > 0,
+                drafts=drafts_of(c.speculative_num_steps, sizes.draft_layers > 0) > 0,
             )
         except ValueError as error:
             raise StartupError(f"sizing: {error}") from error

@@ -17,6 +17,17 @@ __device__ __forceinline__ bool has_score() { return lane_id() % 4 < 2; }
 // Twice relu(x). Processors add at twice the rate at which they compare.
 __device__ __forceinline__ float twice_relu(float x) { return x + fabsf(x); }
 
+// A lane's share of the weights of a query's heads, 8i + 2 * (lane % 4) and the next for each i.
+__device__ __forceinline__ void read_weights(const float* heads, float (&weights)[HEADS / 4]) {
+    const u64* const pairs = reinterpret_cast<const u64*>(heads) + lane_id() % 4;
+#pragma unroll
+    for (int i = 0; i < HEADS / 8; ++i) {
+        const u64 pair = pairs[4 * i];
+        weights[2 * i] = __uint_as_float(static_cast<u32>(pair));
+        weights[2 * i + 1] = __uint_as_float(static_cast<u32>(pair >> 32));
+    }
+}
+
 // A lane's part of its warp's keys.
 struct Keys {
     u32 left[STEPS][4];  // as `multiply` takes them
@@ -30,7 +41,7 @@ struct Keys {
         commit_products();
     }
 
-    // Of the scored key. weights: of heads 8i + 2 * (lane % 4) and the next, for each i.
+    // Of the scored key. weights: as `read_weights` reads them.
     __device__ __forceinline__ float score(const float (&sums)[HEADS / 2], const float (&weights)[HEADS / 4]) const {
         float even[2] = {0, 0}, odd[2] = {0, 0};  // of two keys
 #pragma unroll

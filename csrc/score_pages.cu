@@ -1,8 +1,9 @@
 // The lightning indexer's scores of a decode step: the sum over heads of weight * relu(query . key), times the key's scale.
 //
-// Keys are fp8 vectors of 128, each with its float32 scale behind it, in pages. All requests' tiles of 64 keys are shared out
-// evenly over the blocks, one run of tiles each, by their lengths. A warpgroup multiplies a tile by the heads. Each of its
-// warps fetches 16 of the 64 keys for itself, so that warps wait for nobody but the copy engine. The keys go to
+// Keys are fp8 vectors of 128, each with its float32 scale behind it, in pages. All sequences' tiles of 64 keys are shared
+// out evenly over the blocks, one run of tiles each, by their lengths. A warpgroup multiplies a tile by the heads of each of
+// the sequence's QUERIES queries: the newest token, and its drafts. Each of its warps fetches 16 of the 64 keys for itself,
+// once for all queries, so that warps wait for nobody but the copy engine. The keys go to
 // the tensor cores through registers: 132 bytes from key to key are none of the layouts of shared memory that
 // they read, but a warp's lanes can read them from different banks if lane 4i + c takes elements 32c to 32c + 31 of key i.
 // So the elements of keys, and with them those of the queries, are multiplied in an order of their own.
@@ -10,35 +11,41 @@
 
 struct ScorePagesParams {
     const u8* keys;             // [pages, page_size, KEY_BYTES]
-    const u32* queries;         // [batch, HEADS, DIM / 4], fp8
-    const float* head_weights;  // [batch, HEADS]
-    const i64* page_table;      // [batch, ...]
-    const i64* lengths;         // [batch]
-    float* scores;              // out [batch, width]; what lies behind a length is not written
+    const u32* queries;         // [batch, QUERIES, HEADS, DIM / 4], fp8
+    const float* head_weights;  // [batch, QUERIES, HEADS]
+    const i64* page_table;      // [batch, QUERIES, ...], of which each sequence's first row is read
+    const i64* lengths;         // [batch, QUERIES]
+    float* scores;              // out [batch, QUERIES, width]; what lies behind a sequence's longest length is not written
     i64 page_stride;            // bytes from page to page, a multiple of 16
     i64 page_size;              // a multiple of PIECE
     i64 table_stride;           // from one row of the page table to the next
     i64 width;                  // the longest length, at most
-    i64 batch;
+    i64 batch;  // sequences
 };
 
 constexpr int PIECE_WORDS = PIECE * KEY_WORDS;
-constexpr int QUERY_CHUNKS = HEADS * DIM / 16;
-constexpr int CHUNKS_PER_THREAD = ceil_div(QUERY_CHUNKS, THREADS);
-static_assert(SWIZZLED_BYTES + HEADS * DIM + WARPS * STAGES * (4 * PIECE_WORDS + 8) + 4 * WARPS <= FIXED_BYTES,
+constexpr int QUERY_BYTES = HEADS * DIM;
+constexpr int CHUNKS = QUERIES * QUERY_BYTES / 16;
+constexpr int CHUNKS_PER_THREAD = ceil_div(CHUNKS, THREADS);
+constexpr int WEIGHTS = QUERIES * HEADS;
+static_assert(WEIGHTS <= THREADS, "a thread copies one weight");
+static_assert(QUERY_BYTES % SWIZZLED_BYTES == 0, "the swizzle begins anew with each query");
+static_assert(SWIZZLED_BYTES + QUERIES * QUERY_BYTES + 4 * WEIGHTS + WARPS * STAGES * (4 * PIECE_WORDS + 8) + 4 * WARPS <= FIXED_BYTES,
               "kernels/score_keys.py reserves less");
 
 struct Shared {
-    u8* queries;      // [HEADS, DIM], as the tensor cores read them
+    u8* queries;      // [QUERIES, HEADS, DIM], as the tensor cores read them
+    float* weights;   // [QUERIES, HEADS], used if QUERIES > 1
     u32* pieces;      // [WARPS, STAGES, PIECE_WORDS]
     u64* arrived;     // [WARPS, STAGES]
     u32* totals;      // [WARPS]
     int* first_tile;  // [batch + 1], of each sequence among those of all
-    int* lengths;     // [batch]
+    int* lengths;     // [batch], of each sequence the longest
 
     __device__ __forceinline__ Shared(u8* memory, int batch) {
         queries = memory + (-shared_address(memory) & (SWIZZLED_BYTES - 1));
-        pieces = reinterpret_cast<u32*>(queries + HEADS * DIM);
+        weights = reinterpret_cast<float*>(queries + QUERIES * QUERY_BYTES);
+        pieces = reinterpret_cast<u32*>(weights + WEIGHTS);
         arrived = reinterpret_cast<u64*>(pieces + WARPS * STAGES * PIECE_WORDS);
         totals = reinterpret_cast<u32*>(arrived + WARPS * STAGES);
         first_tile = reinterpret_cast<int*>(totals + WARPS);
@@ -63,7 +70,9 @@ __device__ __forceinline__ void count_tiles(const ScorePagesParams& p, const Sha
     const int begin = min(static_cast<int>(threadIdx.x) * each, batch), end = min(begin + each, batch);
     u32 mine = 0;
     for (int sequence = begin; sequence < end; ++sequence) {
-        const int length = static_cast<int>(max(static_cast<i64>(0), min(p.lengths[sequence], p.width)));
+        i64 longest = 0;
+        for (int query = 0; query < QUERIES; ++query) longest = max(longest, p.lengths[sequence * QUERIES + query]);
+        const int length = static_cast<int>(min(longest, p.width));
         shared.lengths[sequence] = length;
         shared.first_tile[sequence] = mine;
         mine += ceil_div(length, TILE);
@@ -95,7 +104,7 @@ class Pieces {
         const int position = (tile - shared_.first_tile[sequence]) * TILE + warp_id() % 4 * PIECE;
         if (position >= shared_.lengths[sequence]) return nullptr;
         const int page_size = static_cast<int>(p_.page_size), page = position / page_size;
-        const i64 stored = p_.page_table[sequence * p_.table_stride + page];
+        const i64 stored = p_.page_table[sequence * QUERIES * p_.table_stride + page];
         return p_.keys + stored * p_.page_stride + (position - page * page_size) * KEY_BYTES;
     }
 
@@ -135,37 +144,40 @@ class Pieces {
     }
 };
 
-// One sequence's queries on their way to shared memory, and a lane's share of their weights.
+// One sequence's queries on their way to shared memory. Weights of one query stay in registers, which those of several would
+// fill.
 struct Queries {
     u32 words[CHUNKS_PER_THREAD][4];
-    float weights[HEADS / 4];  // of heads 8i + 2 * (lane % 4) and the next
+    float weights[HEADS / 4];  // a lane's share of a query's
+    float weight;              // thread i: number i of [QUERIES, HEADS]
 
     __device__ __forceinline__ void load(const ScorePagesParams& p, int sequence) {
-        const u32* const from = p.queries + static_cast<i64>(sequence) * HEADS * (DIM / 4);
+        const u32* const from = p.queries + static_cast<i64>(sequence) * QUERIES * (QUERY_BYTES / 4);
 #pragma unroll
         for (int i = 0; i < CHUNKS_PER_THREAD; ++i) {
             const int chunk = i * THREADS + threadIdx.x;
-            if (chunk >= QUERY_CHUNKS) break;
+            if (chunk >= CHUNKS) break;
 #pragma unroll
             for (int part = 0; part < 4; ++part) words[i][part] = from[chunk / 8 * (DIM / 4) + part * 8 + chunk % 8];
         }
-        const float* const head = p.head_weights + static_cast<i64>(sequence) * HEADS + lane_id() % 4 * 2;
-#pragma unroll
-        for (int i = 0; i < HEADS / 8; ++i) {
-            weights[2 * i] = head[8 * i];
-            weights[2 * i + 1] = head[8 * i + 1];
+        const float* const heads = p.head_weights + static_cast<i64>(sequence) * WEIGHTS;
+        if constexpr (QUERIES == 1) {
+            read_weights(heads, weights);
+        } else if (threadIdx.x < WEIGHTS) {
+            weight = heads[threadIdx.x];
         }
     }
 
     // Of all threads, between two barriers of the block.
-    __device__ __forceinline__ void store(u8* to) const {
+    __device__ __forceinline__ void store(const Shared& shared) const {
 #pragma unroll
         for (int i = 0; i < CHUNKS_PER_THREAD; ++i) {
             const int chunk = i * THREADS + threadIdx.x;
-            if (chunk >= QUERY_CHUNKS) break;
-            *reinterpret_cast<uint4*>(to + swizzled(chunk / 8, chunk % 8)) =
+            if (chunk >= CHUNKS) break;
+            *reinterpret_cast<uint4*>(shared.queries + swizzled(chunk / 8, chunk % 8)) =
                 make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
         }
+        if (QUERIES > 1 && threadIdx.x < WEIGHTS) shared.weights[threadIdx.x] = weight;
         publish_to_tensor_cores();
     }
 };
@@ -211,23 +223,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_pages(const __gri
     int number = 0;
     for (;;) {
         const int first = shared.first_tile[sequence], stop = min(end, shared.first_tile[sequence + 1]);
-        queries.store(shared.queries);
+        queries.store(shared);
         __syncthreads();
-        float* const scores = p.scores + sequence * p.width;
+        float* const scores = p.scores + sequence * QUERIES * p.width;
         const int length = shared.lengths[sequence];
 #pragma unroll 1
         for (int tile; (tile = pieces.tile_of(number)) < stop; ++number) {
             pieces.wait_for(number);
             const Keys keys = read_piece(pieces.stage(number));
-            float sums[HEADS / 2];
-            keys.begin_products_with(shared.queries, sums);
-            // The products have taken what this warp read of the piece.
-            __syncwarp();
-            pieces.fetch(number + STAGES);
-            wait_for_products(sums);
-            const float score = keys.score(sums, queries.weights);
             const int position = (tile - first) * TILE + warp_id() % 4 * PIECE + scored_key();
-            if (has_score() && position < length) scores[position] = score;
+#pragma unroll 1
+            for (int query = 0; query < QUERIES; ++query) {
+                float sums[HEADS / 2];
+                keys.begin_products_with(shared.queries + query * QUERY_BYTES, sums);
+                if (QUERIES > 1) read_weights(shared.weights + query * HEADS, queries.weights);
+                if (query == 0) {
+                    // The products have taken what this warp read of the piece.
+                    __syncwarp();
+                    pieces.fetch(number + STAGES);
+                }
+                wait_for_products(sums);
+                const float score = keys.score(sums, queries.weights);
+                if (has_score() && position < length) scores[query * p.width + position] = score;
+            }
         }
         if (stop == end) break;
         sequence = shared.sequence_of(stop, batch);

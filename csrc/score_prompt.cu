@@ -40,9 +40,8 @@ class Rounds {
     __device__ __forceinline__ const u8* query(int round, int number) const {
         return queries_ + (round % STAGES * QUERIES + number) * QUERY_BYTES;
     }
-    // Pairs of them.
-    __device__ __forceinline__ const u64* weights(int round, int number) const {
-        return reinterpret_cast<const u64*>(weights_ + (round % STAGES * QUERIES + number) * WEIGHT_BYTES);
+    __device__ __forceinline__ const float* weights(int round, int number) const {
+        return reinterpret_cast<const float*>(weights_ + (round % STAGES * QUERIES + number) * WEIGHT_BYTES);
     }
 
     // One group of copies, which may be empty.
@@ -111,13 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_prompt(const __gr
         for (int number = 0; number < count; ++number) {
             float sums[HEADS / 2], weights[HEADS / 4];
             keys.begin_products_with(rounds.query(round, number), sums);
-            const u64* const pairs = rounds.weights(round, number) + lane_id() % 4;
-#pragma unroll
-            for (int i = 0; i < HEADS / 8; ++i) {
-                const u64 pair = pairs[4 * i];
-                weights[2 * i] = __uint_as_float(static_cast<u32>(pair));
-                weights[2 * i + 1] = __uint_as_float(static_cast<u32>(pair >> 32));
-            }
+            read_weights(rounds.weights(round, number), weights);
             wait_for_products(sums);
             const float score = keys.score(sums, weights);
             if (here + number >= seen_by) *score_of_query = score;

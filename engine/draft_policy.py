@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 _WIDTHS = (1, 2, 4)
 """Those that are recorded and tried: 1 is no drafts."""
-_LARGE_BATCH = 16
-"""Above that, steps of more than two tokens of each request are not tried: they would be recorded for nothing."""
 _TRY_EVERY = 256
 """Steps of a batch size from one trial of another width to the next. A trial costs at most a percent."""
 _TRIAL = 4
@@ -73,8 +71,7 @@ class MeasuredDrafts(DraftPolicy):
         self._reached, self._right = [2.0] * max_drafts, [1.0] * max_drafts
 
     def widths(self, batch: int) -> tuple[int, ...]:
-        most = min(self.max_width, 2 if batch > _LARGE_BATCH else self.max_width)
-        return tuple(width for width in _WIDTHS if width <= most)
+        return tuple(width for width in _WIDTHS if width <= self.max_width)
 
     def choose(self, batch: int) -> int:
         size = _rounded(batch)

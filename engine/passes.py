@@ -67,7 +67,7 @@ class StepPasses:
         step = self._coordinator.cache(
             rows, newest, queries, stored, max_tokens, layers=layers, backs_up=not self.drafts
         )
-        hidden = self.model.decode_hidden(self.tokens[row, :width].flatten(), stored.positions().clamp(min=0), step)
+        hidden = self.model.decode_hidden(self.tokens[row, :width].flatten(), stored.positions(), step)
         self.logits[: batch * width] = self.model.logits(hidden)
         step.finish()
         self.valid[:batch] = queries.counts
@@ -124,7 +124,7 @@ class StepPasses:
         hidden = model.draft(
             self.drawn[:batch, :width].flatten().clamp(min=_NO_TOKEN),
             self._hidden[: batch * width],
-            step.batch.stored.positions().clamp(min=0),
+            step.batch.stored.positions(),
             step,
             picked if width > 1 else None,
         )
@@ -142,7 +142,7 @@ class StepPasses:
                 rows, first, at, at, max_tokens, layers=range(draft_layer, draft_layer + 1), backs_up=False
             )
             entries = torch.arange(batch, device=counts.device)
-            hidden = model.draft(drafts, hidden, last.clamp(min=0), step, entries, reuse=True)
+            hidden = model.draft(drafts, hidden, at.positions(), step, entries, reuse=True)
             step.finish()
         # Assigning a number would copy it from the host, which cannot be recorded.
         self.num_drafts.index_fill_(0, row, width - 1)

@@ -81,7 +81,13 @@ class DecodeStep:
 
     def index_pages(self, index_layer: int) -> PagedKeys:
         """The index keys that each query scores, those of new tokens up to its own included."""
-        return PagedKeys(self.backend.device.index_keys[index_layer], self._page_table, self.seq_lens, self.lengths)
+        return PagedKeys(
+            self.backend.device.index_keys[index_layer],
+            self._page_table,
+            self.seq_lens,
+            self.lengths,
+            rows_each=self.queries.width,
+        )
 
     def swap_in(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """Make the positions that a layer's queries selected resident, and return their device slots.

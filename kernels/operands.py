@@ -130,13 +130,15 @@ class PagedKeys:
 
     keys: uint8 [num_pages, page_size, index_key_bytes]. page_table: int64 [batch, max_pages]; entries past a row's
     length are arbitrary valid pages. seq_lens: int64 [batch], counting the newest token, whose key is already stored;
-    0 for padding. lengths: `seq_lens` on the host; None where only the device knows them.
+    0 for padding. lengths: `seq_lens` on the host; None where only the device knows them. rows_each: so many rows one
+    after the other are queries of one request, whose pages are the same.
     """
 
     keys: torch.Tensor
     page_table: torch.Tensor
     seq_lens: torch.Tensor
     lengths: Sequence[int] | None = None
+    rows_each: int = 1
 
 
 @dataclass(frozen=True)

@@ -69,12 +69,17 @@ class Ops(Protocol):
         """
 
     def choose_experts(
-        self, logits: PartialSums, bias: torch.Tensor, rule: RouterConfig, room: Pair | None = None
+        self,
+        logits: PartialSums,
+        bias: torch.Tensor,
+        rule: RouterConfig,
+        room: Pair | None = None,
+        positions: torch.Tensor | None = None,
     ) -> Pair:
         """Weights, float32, and ids, int64, of the chosen experts, both [N, top_k], of logits [N, experts].
 
         bias: float32 [experts], added to the scores for the choice and not for the weights. room: where both are
-        written, ids in int32 or int64; None: new tensors.
+        written, ids in int32 or int64; None: new tensors. positions: int64 [N], below 0 for padding, whose ids are -1.
         """
 
     def experts(

@@ -65,16 +65,21 @@ class _ScoreSpecialization(Specialization):
         return self.fixed_bytes
 
 
+@dataclass(frozen=True)
 class PageScoreSpecialization(_ScoreSpecialization):
-    """csrc/score_pages.cu. stages: pieces of 16 keys that each warp fetches ahead."""
+    """csrc/score_pages.cu. stages: pieces of 16 keys that each warp fetches ahead. queries: of each sequence."""
+
+    queries: int = 1
 
     entry = "score_pages"
 
     @property
     def fixed_bytes(self) -> int:
-        """Shared memory beside the list of sequences: queries, where they may begin, pieces with a barrier, totals."""
+        """Shared memory beside the list of sequences: queries and their weights, where they may begin, pieces with a
+        barrier, totals."""
         warps, piece = self.block_size // WARP, PIECE * PUBLISHED.index_key_bytes
-        return _ALIGNMENT + PUBLISHED.index_dim * self.heads + warps * self.stages * (piece + 8) + 8 * warps
+        queries = self.queries * self.heads * (PUBLISHED.index_dim + 4)
+        return _ALIGNMENT + queries + warps * self.stages * (piece + 8) + 8 * warps
 
     @property
     def shared_bytes(self) -> int:
@@ -84,6 +89,9 @@ class PageScoreSpecialization(_ScoreSpecialization):
     def shared_bytes_for(self, batch: int) -> int:
         """Shared memory of a launch for so many sequences."""
         return self.fixed_bytes + 4 * (2 * batch + 1)
+
+    def constants(self) -> dict[str, int | str]:
+        return {**super().constants(), "QUERIES": self.queries}
 
 
 class PromptScoreSpecialization(_ScoreSpecialization):
@@ -104,10 +112,11 @@ class PromptScoreSpecialization(_ScoreSpecialization):
 class PagesToScore:
     """What the kernel reads, all on one CUDA device.
 
-    queries: float8_e4m3 [batch, heads, 128], contiguous. head_weights: float32 [batch, heads], contiguous. keys: uint8
-    [pages, page_size, 132], contiguous: 128 float8_e4m3, and a float32 scale. page_table: int64 [batch, max_pages].
-    lengths: int64 [batch], contiguous. The last two are read while the kernel before may still run, so that kernel must
-    not be the one that writes them.
+    queries: float8_e4m3 [batch * queries_each, heads, 128], contiguous. head_weights: float32 [batch * queries_each,
+    heads], contiguous. keys: uint8 [pages, page_size, 132], contiguous: 128 float8_e4m3, and a float32 scale.
+    page_table: int64 [batch * queries_each, max_pages]; the rows of a sequence are equal. lengths: int64 [batch *
+    queries_each], contiguous. The last two are read while the kernel before may still run, so that kernel must not be
+    the one that writes them. queries_each: of each sequence, one after the other.
     """
 
     queries: torch.Tensor
@@ -115,13 +124,20 @@ class PagesToScore:
     keys: torch.Tensor
     page_table: torch.Tensor
     lengths: torch.Tensor
+    queries_each: int = 1
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return len(self.queries) // self.queries_each
 
     def fits(self) -> bool:
         """Whether the kernel can compute this."""
-        batch, heads, dim = self.queries.shape
+        _, heads, dim = self.queries.shape
         return (
             _are_published(heads, dim, self.keys)
-            and batch <= MAX_SCORED
+            and self.batch <= MAX_SCORED
+            and 1 <= self.queries_each <= QUERIES_PER_ROUND
             and self.keys.shape[1] % PIECE == 0
             and self.keys.data_ptr() % 16 == 0
             and self.page_table.stride(1) == 1
@@ -155,21 +171,22 @@ class PromptToScore:
 def score_pages(given: PagesToScore, stages: int = PAGE_STAGES) -> torch.Tensor:
     """The sum over heads of weight * relu(query . key) * key's scale / sqrt(128).
 
-    Returns float32 [batch, max_pages * page_size]; what lies past a sequence's length is not written. given:
-    `fits()`. stages: pieces of 16 keys that a warp fetches ahead.
+    Returns float32 [batch * queries_each, max_pages * page_size]; what lies past the longest length of a sequence is
+    not written, and what lies past a shorter one is meaningless. given: `fits()`. stages: pieces of 16 keys that a warp
+    fetches ahead.
 
     The launch depends on shapes alone and waits for nothing. Lengths are read on the device, which shares the work out
     evenly whatever they are. The first call for a device loads the kernel: make one before a graph is captured.
     """
     device = given.keys.device
-    batch, heads, _ = given.queries.shape
+    rows, heads, _ = given.queries.shape
     width = given.page_table.shape[1] * given.keys.shape[1]
-    scores = torch.empty(batch, width, dtype=torch.float32, device=device)
+    scores = torch.empty(rows, width, dtype=torch.float32, device=device)
     if scores.numel():
         with torch.cuda.device(device):
-            kernel = PageScoreSpecialization(heads, stages)
-            blocks = min(processors(device), batch * -(-width // TILE))
-            shared_bytes = kernel.shared_bytes_for(batch)
+            kernel = PageScoreSpecialization(heads, stages, queries=given.queries_each)
+            blocks = min(processors(device), given.batch * -(-width // TILE))
+            shared_bytes = kernel.shared_bytes_for(given.batch)
             kernel_on(device, kernel).launch(page_params(given, scores), (blocks, 1, 1), shared_bytes=shared_bytes)
     return scores
 
@@ -187,7 +204,7 @@ def page_params(given: PagesToScore, scores: torch.Tensor) -> ctypes.Structure:
         page_size=given.keys.shape[1],
         table_stride=given.page_table.stride(0),
         width=scores.shape[1],
-        batch=len(scores),
+        batch=given.batch,
     )
 
 

@@ -57,7 +57,13 @@ def float32_product(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0) -
     return PartialSums(F.linear(x.float(), weight.float()).unsqueeze(0), scale)
 
 
-def choose_experts(logits: PartialSums, bias: torch.Tensor, rule: RouterConfig, room: Pair | None = None) -> Pair:
+def choose_experts(
+    logits: PartialSums,
+    bias: torch.Tensor,
+    rule: RouterConfig,
+    room: Pair | None = None,
+    positions: torch.Tensor | None = None,
+) -> Pair:
     """Ties are broken as by torch.topk, in no order of experts."""
     scores = logits.reduce().sigmoid()
     ranked = scores + bias
@@ -70,6 +76,8 @@ def choose_experts(logits: PartialSums, bias: torch.Tensor, rule: RouterConfig, 
     weights = scores.gather(1, ids)
     if rule.normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    if positions is not None:
+        ids = ids.masked_fill(positions[:, None] < 0, -1)
     return _written((weights * rule.scale, ids), room)
 
 

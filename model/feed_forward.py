@@ -6,7 +6,7 @@ import torch
 
 from base.errors import StartupError
 from kernels.fp8 import BLOCK
-from kernels.operands import Activations, RmsNorm, RouterConfig
+from kernels.operands import Activations, Pair, RmsNorm, RouterConfig
 from kernels.ops import ops_for
 from kernels.torch_ops import swiglu
 from model.config import NetworkConfig
@@ -33,9 +33,16 @@ class FeedForward:
         )
 
     def forward_normed(
-        self, norm: RmsNorm, hidden: torch.Tensor, addend: torch.Tensor | None
+        self,
+        norm: RmsNorm,
+        hidden: torch.Tensor,
+        addend: torch.Tensor | None,
+        positions: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden + addend, see `Ops.add_rms_norm`, and what the network computes of the norm of that."""
+        """hidden + addend, see `Ops.add_rms_norm`, and what the network computes of the norm of that.
+
+        positions: of the tokens; a dense network computes padding like a token.
+        """
         summed, normed = ops_for(hidden).add_rms_norm(hidden, addend, norm, self.gate_up.fp8)
         return summed, self(normed)
 
@@ -68,11 +75,11 @@ class Router:
         )
 
     def route(
-        self, hidden: torch.Tensor, room: tuple[torch.Tensor, torch.Tensor] | None = None
+        self, hidden: torch.Tensor, room: Pair | None = None, positions: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights and ids of the experts of hidden states [N, hidden_size]: see `Ops.choose_experts`."""
         ops = ops_for(hidden)
-        return ops.choose_experts(ops.float32_product(hidden, self.weight), self.bias, self.config, room)
+        return ops.choose_experts(ops.float32_product(hidden, self.weight), self.bias, self.config, room, positions)
 
 
 @dataclass(frozen=True)
@@ -120,12 +127,18 @@ class MixtureOfExperts:
         )
 
     def forward_normed(
-        self, norm: RmsNorm, hidden: torch.Tensor, addend: torch.Tensor | None
+        self,
+        norm: RmsNorm,
+        hidden: torch.Tensor,
+        addend: torch.Tensor | None,
+        positions: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden + addend, see `Ops.add_rms_norm`, and what the mixture computes of the norm of that.
 
-        hidden, addend: of this process's tokens. In block-fp8 the process quantises and routes them, and gathers those
-        of all processes like that. Else it gathers normed hidden states, and routes those of all.
+        hidden, addend: of this process's tokens. positions: int64 [N], below 0 for padding, which chooses no experts,
+        so that their weights need not be read for it; where experts are not in fp8 it does. In block-fp8 the process
+        quantises and routes its tokens, and gathers those of all processes like that. Else it gathers normed hidden
+        states, and routes those of all.
         """
         ops, fp8 = ops_for(hidden), self.gate_up.fp8
         if fp8 is None:
@@ -133,7 +146,7 @@ class MixtureOfExperts:
             return summed, self._forward_dense(normed.dense)
         tokens = RoutedTokens.empty(len(hidden), hidden.shape[1], self.router.config.top_k, hidden.device)
         summed, normed = ops.add_rms_norm(hidden, addend, norm, fp8, tokens.quantised)
-        self.router.route(normed.dense, tokens.choice)
+        self.router.route(normed.dense, tokens.choice, positions)
         gathered = tokens.gathered(self.exchange)
         # A shared expert that is one of the stack computes this process's tokens.
         own = None if self.shared else self.exchange.own(len(hidden))

@@ -69,6 +69,7 @@ class SparseModel:
     def decode(self, token_ids: torch.Tensor, positions: torch.Tensor, cache: DecodeCache) -> torch.Tensor:
         """Compute one new token of each request: its id and its position, both int64 [batch].
 
+        Positions below 0 are padding, whose results are meaningless.
         Returns float32 logits, shape [batch, vocab_size].
         """
         return self.logits(self.decode_hidden(token_ids, positions, cache))
@@ -93,7 +94,7 @@ class SparseModel:
         picked: torch.Tensor | None,
         reuse: bool = False,
     ) -> torch.Tensor | None:
-        """Compute the draft layer for N tokens at int64 positions [N].
+        """Compute the draft layer for N tokens at int64 positions [N], below 0 for padding.
 
         next_ids: int64 [N], the token after each. hidden: [N, hidden_size], of `decode_hidden` at the same position, or
         where that is not known, what this method returned for the position before. Stores the layer's KV of all N.
@@ -106,14 +107,16 @@ class SparseModel:
         assert number is not None, "as its specification says"
         shared = self._drafted_from if reuse and self.network.config.drafts_share_selection else None
         forward_pass = DecodePass(cache, self.spec, self._backend, shared)
-        rope = self.network.config.rope.at(positions, hidden.dtype)
+        rope = self.network.config.rope.at(positions.clamp(min=0), hidden.dtype)
         inputs = draft.inputs(F.embedding(next_ids, self.network.embedding), hidden)
         stored = self._store(number, draft.layer, inputs, None, rope, forward_pass)
         if picked is None:
             return None
         stored = _Stored(stored.hidden[picked], stored.normed[picked], stored.query_latents[picked])
         rope = Rope(rope.cos[picked], rope.sin[picked])
-        own, addend = self._attend(number, draft.layer, stored, rope, forward_pass, selects=shared is None)
+        own, addend = self._attend(
+            number, draft.layer, stored, positions[picked], rope, forward_pass, selects=shared is None
+        )
         self._drafted_from = forward_pass.selected
         return draft.norm(own + addend)
 
@@ -150,13 +153,13 @@ class SparseModel:
         """
         network = self.network
         hidden, addend = F.embedding(token_ids, network.embedding), None
-        rope = network.config.rope.at(positions, hidden.dtype)
+        rope = network.config.rope.at(positions.clamp(min=0), hidden.dtype)
         for number, layer in enumerate(network.layers):
             stored = self._store(number, layer, hidden, addend, rope, forward_pass)
             on_layer(number)
             if kv_only and number == len(network.layers) - 1:
                 return hidden
-            hidden, addend = self._attend(number, layer, stored, rope, forward_pass)
+            hidden, addend = self._attend(number, layer, stored, positions, rope, forward_pass)
         return hidden if addend is None else hidden + addend
 
     def _store(
@@ -183,6 +186,7 @@ class SparseModel:
         number: int,
         layer: Layer,
         stored: "_Stored",
+        positions: torch.Tensor,
         rope: Rope,
         forward_pass: PrefillPass | DecodePass,
         selects: bool = True,
@@ -193,7 +197,7 @@ class SparseModel:
         queries = attention.queries(projected_queries, rope)
         index = indexer.queries(stored.normed, index_queries, rope) if indexer and selects else None
         attended = forward_pass.attend(number, queries, index, self.network.config.scaling)
-        return layer.mlp.forward_normed(layer.mlp_norm, stored.hidden, attention.output(attended))
+        return layer.mlp.forward_normed(layer.mlp_norm, stored.hidden, attention.output(attended), positions)
 
 
 class _Stored(NamedTuple):

@@ -60,14 +60,13 @@ MOST_DRAFTS = 3
 """Of a step. A block's shared memory has no room for the selections of more queries."""
 
 
-def drafts_of(steps: SpeculativeNumSteps, has_draft_layer: bool, device: str) -> int:
+def drafts_of(steps: SpeculativeNumSteps, has_draft_layer: bool) -> int:
     """Tokens that a step drafts at most; 0: the node is without the draft layer.
 
-    has_draft_layer: of the checkpoint. device: its type. Raises StartupError if the node cannot draft and has to.
+    has_draft_layer: of the checkpoint. Raises StartupError if the node cannot draft and has to.
     """
     if steps == "auto":
-        # Steps with drafts have not been measured on a GPU.
-        return MOST_DRAFTS if has_draft_layer and device == "cpu" else 0
+        return MOST_DRAFTS if has_draft_layer else 0
     if steps != "0" and not has_draft_layer:
         raise StartupError(
             f"--speculative-num-steps {steps}: the checkpoint has no multi-token prediction layer "
@@ -111,8 +110,7 @@ class NodeConfig(ProcessConfig):
         SpeculativeNumSteps,
         Flag(
             "Tokens that a decode step drafts at most, by the checkpoint's multi-token prediction layer; 0: that layer "
-            "is not loaded. auto: up to 3, by measured step times and acceptance, on CPUs; 0 on GPUs. Above 0 on all "
-            "nodes, or on none."
+            "is not loaded. auto: up to 3, by measured step times and acceptance. Above 0 on all nodes, or on none."
         ),
     ] = "auto"
     attention_backend: Annotated[

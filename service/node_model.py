@@ -74,7 +74,7 @@ class NodeModel:
         device = use_device(config.device)
         dtype = resolve_dtype(config.model_path, config.dtype)
         can_draft = has_draft_layer(config.model_path, config.load_format)
-        drafts = drafts_of(config.speculative_num_steps, can_draft, device.type)
+        drafts = drafts_of(config.speculative_num_steps, can_draft)
         spec = read_spec(
             config.model_path,
             dtype,

@@ -24,7 +24,7 @@ def run_prefill_bench(config: PrefillBench, console: Console | None = None) -> l
     console = console or Console()
     device = torch.device("cuda", torch.cuda.current_device())
     try:
-        model = build_model(config, device, lambda exchange: MarkedExchange(exchange, device))
+        model = build_model(config, device, lambda exchange: MarkedExchange(exchange, device), config.draft_layer)
     except ValueError as error:
         raise StartupError(f"bench prefill: {error}") from error
     chunk = config.chunked_prefill_size

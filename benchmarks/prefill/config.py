@@ -25,6 +25,7 @@ class PrefillBench:
     contexts: Annotated[
         tuple[str, ...], Flag("Tokens of the prompt, the chunk included; may be repeated.", name="--context")
     ] = ()
+    draft_layer: Annotated[bool, Flag("Compute the draft layer's KV, too.")] = False
     quantization: Annotated[Literal["none", "fp8"], Flag("Of the weights: bfloat16, or block-fp8.")] = "fp8"
     kv_cache_dtype: Annotated[Literal["bfloat16", "fp8_e4m3"], Flag("Of items and index keys.")] = "fp8_e4m3"
     passes: Annotated[int, Flag("Forward passes that are timed of each case.", min=1)] = 3

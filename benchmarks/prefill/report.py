@@ -65,7 +65,8 @@ def print_results(results: list[CaseResult], config: PrefillBench, weight_bytes:
         f"{what_was_computed(config, weight_bytes)}, chunks of {config.chunked_prefill_size} tokens, "
         f"{torch.cuda.get_device_name()}. context: tokens of the prompt, of which the chunk is the last. ms: median of "
         f"{config.passes} forward passes, not recorded, by the host's clock. {LIMIT}. experts: from router to sum. "
-        "rest: norms, rotation, encoding, storing, copies, time between kernels. The last layer only stores KV.",
+        "rest: norms, rotation, encoding, storing, copies, time between kernels. The last layer, or the draft layer if "
+        "it is computed, only stores KV.",
         highlight=False,
     )
 

@@ -53,17 +53,17 @@ class StoredKeys:
 def decode_scores(
     index: IndexQueries, pages: PagedKeys, keys: StoredKeys, use_cuda_kernel: bool = True, waves: int | None = None
 ) -> torch.Tensor:
-    """Scores of one query per request against its own sequence.
+    """Scores of queries against their requests' sequences.
 
     keys: those of `pages`, [num_pages, page_size, dim]. use_cuda_kernel: take the kernel of csrc/ where it can run.
     waves: programs of the Triton kernel per multiprocessor, chosen if None.
 
-    Returns float32 [batch, page_table width * page_size]; what lies past a sequence's length is not written. Lengths
-    are read on the device, so the launch depends on shapes alone and can be captured in a CUDA graph.
+    Returns float32 [batch, page_table width * page_size]; what lies past a row's length is meaningless. Lengths are
+    read on the device, so the launch depends on shapes alone and can be captured in a CUDA graph.
     """
     if use_cuda_kernel and keys.stored is not None and is_hopper(keys.stored.device):
         queries, weights = index.queries.contiguous(), index.head_weights.contiguous()
-        given = PagesToScore(queries, weights, keys.stored, pages.page_table, pages.seq_lens)
+        given = PagesToScore(queries, weights, keys.stored, pages.page_table, pages.seq_lens, pages.rows_each)
         if given.fits():
             return score_pages(given)
     table = pages.page_table

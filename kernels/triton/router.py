@@ -110,7 +110,13 @@ _PARTS = 4
 """Parts of logits that are copied to shared memory together."""
 
 
-def choose_experts(logits: PartialSums, bias: torch.Tensor, rule: RouterConfig, room: Pair | None = None) -> Pair:
+def choose_experts(
+    logits: PartialSums,
+    bias: torch.Tensor,
+    rule: RouterConfig,
+    room: Pair | None = None,
+    positions: torch.Tensor | None = None,
+) -> Pair:
     """See `kernels.ops.Ops`; best expert first, and of equal ones the first.
 
     NaN too gets ids of experts that exist. The rows of room are contiguous. Raises ValueError for room that does not
@@ -127,12 +133,13 @@ def choose_experts(logits: PartialSums, bias: torch.Tensor, rule: RouterConfig, 
         raise ValueError(f"expected float32 weights and ids [{tokens}, {rule.top_k}] in rows, found {found}")
     launch(
         _choose, (tokens,), parts.device,
-        parts, bias, weights, weights.stride(0), ids, ids.stride(0),
+        parts, bias, ids if positions is None else positions.contiguous(),
+        weights, weights.stride(0), ids, ids.stride(0),
         tokens, logits.scale, rule.scale,
         num_parts, rule.top_k, rule.groups, experts // rule.groups, rule.top_groups, rule.normalise,
         block_parts=min(_PARTS, triton.next_power_of_2(num_parts)), block_k=triton.next_power_of_2(rule.top_k),
         block_groups=triton.next_power_of_2(rule.groups),
-        block_members=triton.next_power_of_2(experts // rule.groups),
+        block_members=triton.next_power_of_2(experts // rule.groups), padded=positions is not None,
         num_warps=1,
     )  # fmt: skip
     return weights, ids
@@ -151,13 +158,15 @@ def _order(x: tensor) -> tensor:
 
 @triton.jit(do_not_specialize=["tokens"])
 def _choose(
-    logit_parts: tensor, bias: tensor, weights: tensor, weights_stride: tensor, ids: tensor, ids_stride: tensor,
+    logit_parts: tensor, bias: tensor, positions: tensor,
+    weights: tensor, weights_stride: tensor, ids: tensor, ids_stride: tensor,
     tokens: tensor, logit_scale: tensor, scale: tensor,
     num_parts: constexpr, top_k: constexpr, groups: constexpr, members: constexpr, top_groups: constexpr,
     normalise: constexpr,
-    block_parts: constexpr, block_k: constexpr, block_groups: constexpr, block_members: constexpr, chained: constexpr,
+    block_parts: constexpr, block_k: constexpr, block_groups: constexpr, block_members: constexpr, padded: constexpr,
+    chained: constexpr,
 ) -> None:  # fmt: skip
-    """One token. members: experts per group."""
+    """One token. members: experts per group. padded: positions below 0 are padding's."""
     follow(chained)
     token = tl.program_id(0).to(tl.int64)
     block: tl.constexpr = block_groups * block_members
@@ -200,5 +209,7 @@ def _choose(
     total = tl.where(turn < top_k, total, 0.0)
     if normalise:
         total = total / (tl.sum(total, 0) + 1e-20)
+    if padded:
+        taken_ids = tl.where(tl.load(positions + token) < 0, -1, taken_ids)
     tl.store(weights + token * weights_stride + turn, total * scale, mask=turn < top_k)
     tl.store(ids + token * ids_stride + turn, taken_ids.to(ids.dtype.element_ty), mask=turn < top_k)

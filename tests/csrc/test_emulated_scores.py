@@ -21,22 +21,30 @@ FORMAT = Fp8Format(latent_dim=512, rope_dim=64, index_dim=128)
 UNTOUCHED = 12345.0
 
 
-def pages_of(lengths: list[int], max_pages: int, page_size: int, heads: int) -> tuple[PagesToScore, torch.Tensor]:
-    """Shuffled pages, and exact scores [batch, width]; what lies behind a sequence's end is NaN."""
+def pages_of(
+    lengths: list[int], max_pages: int, page_size: int, heads: int, each: int = 1
+) -> tuple[PagesToScore, torch.Tensor]:
+    """Shuffled pages, and exact scores [batch * each, width]; what lies behind a sequence's end is NaN.
+
+    lengths: of the sequences, up to their last query; the others end a token earlier each, or are not there.
+    """
     generator = torch.Generator().manual_seed(len(lengths) * heads)
     batch, width = len(lengths), max_pages * page_size
-    queries, scales = quantise(torch.randn(batch, heads, 128, generator=generator), 128)
-    weights = torch.randn(batch, heads, generator=generator) * scales.squeeze(-1)
+    queries, scales = quantise(torch.randn(batch * each, heads, 128, generator=generator), 128)
+    weights = torch.randn(batch * each, heads, generator=generator) * scales.squeeze(-1)
     keys = torch.full((batch * max_pages, page_size, FORMAT.index_key_bytes), 0xFF, dtype=torch.uint8)
     table = torch.randperm(len(keys), generator=generator).view(batch, max_pages)
-    exact = torch.full((batch, width), UNTOUCHED, dtype=torch.float64)
+    exact = torch.full((batch * each, width), UNTOUCHED, dtype=torch.float64)
+    of_queries = [max(0, length - before) for length in lengths for before in reversed(range(each))]
     for row, length in enumerate(lengths):
         stored = FORMAT.encode_index_keys(torch.randn(length, 128, generator=generator) * 3 ** (row % 4))
         positions = torch.arange(length)
         keys[table[row, positions // page_size], positions % page_size] = stored
-        products = (queries[row].double() @ FORMAT.index_keys(stored).double().T * 128**-0.5).relu()
-        exact[row, :length] = weights[row].double() @ products
-    return PagesToScore(queries, weights, keys, table, torch.tensor(lengths)), exact
+        for query in range(row * each, (row + 1) * each):
+            products = (queries[query].double() @ FORMAT.index_keys(stored).double().T * 128**-0.5).relu()
+            exact[query, :length] = weights[query].double() @ products
+    rows = table.repeat_interleave(each, 0)
+    return PagesToScore(queries, weights, keys, rows, torch.tensor(of_queries), each), exact
 
 
 @pytest.mark.parametrize(
@@ -57,6 +65,20 @@ def test_scores(lengths: list[int], max_pages: int, page_size: int, heads: int, 
     scores = torch.full(exact.shape, UNTOUCHED)
     block_size = 128 if sum(lengths) > 9000 or len(lengths) > 100 else 256
     specialization = PageScoreSpecialization(heads, stages, block_size)
+    shared_bytes = specialization.shared_bytes_for(len(lengths))
+    EmulatedKernel(specialization).launch(page_params(given, scores), (blocks, 1, 1), shared_bytes=shared_bytes)
+    torch.testing.assert_close(scores.double(), exact, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "blocks", "each"),
+    [([200, 1, 0, 70], 64, 1, 4), ([130, 0, 64, 3], 32, 2, 2), ([17, 90, 333], 32, 3, 3)],
+)
+def test_queries_of_one_request_are_scored_together(lengths: list[int], heads: int, blocks: int, each: int) -> None:
+    given, exact = pages_of(lengths, 6, 64, heads, each)
+    assert given.fits()
+    scores = torch.full(exact.shape, UNTOUCHED)
+    specialization = PageScoreSpecialization(heads, 2, 256, each)
     shared_bytes = specialization.shared_bytes_for(len(lengths))
     EmulatedKernel(specialization).launch(page_params(given, scores), (blocks, 1, 1), shared_bytes=shared_bytes)
     torch.testing.assert_close(scores.double(), exact, rtol=1e-3, atol=1e-3)

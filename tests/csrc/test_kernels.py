@@ -26,6 +26,7 @@ ON_HOPPER: list[Specialization] = [
         (PromptScoreSpecialization, score_keys.PROMPT_STAGES),
     )
 ]
+ON_HOPPER += [PageScoreSpecialization(heads, score_keys.PAGE_STAGES, queries=4) for heads in score_keys.HEADS]
 ON_HOPPER.append(AttendSpecialization())
 TOP_K = list(top_k.specializations(H100_SHARED_MEMORY))
 INTEGERS: tuple[IndexType, IndexType] = ("int32", "int64")

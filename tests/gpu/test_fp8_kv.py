@@ -1,5 +1,6 @@
 """Triton on fp8 KV: what it writes against the format's own torch, what it reads against float64."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -270,6 +271,21 @@ def test_decode_scores(
         if length:
             one = encoded[row : row + 1]
             assert_scores(scores[row, :length], exact_scores(one, decoded[row], dim)[0])
+
+
+@pytest.mark.parametrize("each", [2, 3, 4])
+@pytest.mark.parametrize("heads", [32, 64])
+def test_queries_of_one_request_get_what_each_gets_alone(each: int, heads: int) -> None:
+    lengths = [5000, 0, 700, 64, 1, *range(3000, 9000, 501)]
+    pages, _ = fp8_pages(lengths, 9024, 64, PUBLISHED)
+    encoded = encode_index_queries(index_queries(each * len(lengths), heads, 128, torch.bfloat16))
+    ends = torch.tensor([max(0, length - each + place) for length in lengths for place in range(1, each + 1)])
+    table, keys = pages.page_table.repeat_interleave(each, 0), StoredKeys.fp8(pages.keys, 128)
+    apart = PagedKeys(pages.keys, table, ends.to(CUDA))
+    together = decode_scores(encoded, replace(apart, rows_each=each), keys)
+    alone = decode_scores(encoded, apart, keys)
+    for row, end in enumerate(ends.tolist()):
+        assert torch.equal(together[row, :end], alone[row, :end])
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 5, 6])

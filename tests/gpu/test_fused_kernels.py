@@ -119,6 +119,9 @@ def test_a_token_gets_the_experts_that_torch_chooses(
     choose_experts(PartialSums.of(logits), rule.bias, rule.config, rows.choice)
     assert torch.equal(rows.ids, ids.int())
     assert torch.equal(rows.weights, weights)
+    positions = torch.arange(tokens, device=logits.device) % 3 - 1
+    _, padded = choose_experts(PartialSums.of(logits), rule.bias, rule.config, positions=positions)
+    assert torch.equal(padded, ids.masked_fill(positions[:, None] < 0, -1))
 
 
 def test_bfloat16_is_routed_by_float32_logits() -> None:

@@ -125,6 +125,16 @@ def test_processes_that_route_their_own_tokens_compute_the_mixture_of_all(size: 
     assert len(threads.gathered) == size, "one collective brings all that experts need"
 
 
+def test_padding_takes_nothing_but_the_shared_expert() -> None:
+    case, positions = Case(), torch.arange(TOKENS) % 2 - 1
+    _, whole = case.mixture().forward_normed(case.norm, case.hidden, case.addend)
+    summed, output = case.mixture().forward_normed(case.norm, case.hidden, case.addend, positions)
+    inner = fp8.swiglu(fp8.linear(case.norm(summed), *(stack[-1] for stack in case.gate_up), True))
+    alone = fp8.linear(inner, *(stack[-1] for stack in case.down), True)
+    assert torch.equal(output[positions == 0], whole[positions == 0])
+    close(output[positions < 0], alone[positions < 0], 0.01)
+
+
 def test_a_feed_forward_layer_takes_what_the_norm_has_quantised() -> None:
     case = Case()
     gate_up, down = weight(512, HIDDEN), weight(HIDDEN, 256)

@@ -1,12 +1,14 @@
 """The kernels of routers and indexers in Triton's interpreter."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import kernels.triton
 from kernels import ops, torch_ops
-from kernels.operands import IndexQueries, LayerNorm, PartialSums, RmsNorm, Rope, RouterConfig
+from kernels.operands import IndexQueries, LayerNorm, Pair, PartialSums, RmsNorm, Rope, RouterConfig
 from kernels.triton.encode import encode_index_keys, encode_index_queries, encode_items
 from kernels.triton.router import choose_experts, partial_products
 from kvcache.format import Fp8Format, quantise, rotate
@@ -69,6 +71,16 @@ def test_the_choice_is_written_into_rows() -> None:
     assert (tokens.rows[[0, -1]] == 0x55).all()
     with pytest.raises(ValueError, match="expected float32 weights"):
         choose_experts(logits, rule.bias, rule.config, tokens.choice)
+
+
+@pytest.mark.parametrize("ops", [choose_experts, torch_ops.choose_experts])
+def test_padding_chooses_no_experts(ops: Callable[..., Pair]) -> None:
+    rule = Router(torch.empty(0), torch.zeros(32), RouterConfig(32, 3, 8, 4, True, scale=2.5))
+    logits, positions = PartialSums(randn(3, 5, 32)), torch.tensor([7, -1, 0, -1, 3])
+    _, ids = ops(logits, rule.bias, rule.config, positions=positions)
+    _, of_tokens = ops(logits, rule.bias, rule.config)
+    assert (ids[positions < 0] == -1).all()
+    assert torch.equal(ids[positions >= 0], of_tokens[positions >= 0])
 
 
 @pytest.mark.parametrize("tokens", [1, 19])
