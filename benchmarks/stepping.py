@@ -32,15 +32,15 @@ def launch(
     return runner.launch(batch)
 
 
-def sample(runner: ModelRunner, step: LaunchedStep, uniform: float = 0.0, masks: torch.Tensor | None = None) -> None:
-    """Queue the drawing of a step's tokens, by the same random number from 0 to 1, and the drafts after them."""
-    runner.sample(step, np.full((len(step.batch), step.batch.places.width), uniform), masks=masks)
+def sample(runner: ModelRunner, step: LaunchedStep, key: int = 0, masks: torch.Tensor | None = None) -> None:
+    """Queue the drawing of a step's tokens, by the same random number, and the drafts after them."""
+    runner.sample(step, np.full((len(step.batch), 2 * step.batch.places.width - 1), key), masks=masks)
     runner.draft(step)
 
 
-def next_tokens(runner: ModelRunner, step: LaunchedStep, uniform: float = 0.0) -> list[int]:
+def next_tokens(runner: ModelRunner, step: LaunchedStep, key: int = 0) -> list[int]:
     """Draw a step's tokens, as `sample` does, and wait for them. Raises RuntimeError where there is none."""
-    sample(runner, step, uniform)
+    sample(runner, step, key)
     collected = [token for computed in runner.collect(step) for token in computed.tokens]
     if missing := next((token for token in collected if isinstance(token, NoToken)), None):
         raise RuntimeError(str(missing))

@@ -122,13 +122,10 @@ class Stepper:
                 for place in range(min(width, 1 + len(request.drafts)))
                 if len(token_ids := request.banned_tokens.after(request.generated, request.drafts[:place]))
             ]
-            uniforms = [
-                [request.random.number(len(request.generated) + place) for place in range(width)]
-                for request in self._requests
-            ]
+            keys = [request.random.keys(len(request.generated), 2 * width - 1) for request in self._requests]
             # Their rows and slots may have other owners from the next turn on.
             ended = [i for i, request in enumerate(self._requests) if request.state is RequestState.FINISHED]
-            self._runner.sample(step, np.array(uniforms), bans, masks.words, ended)
+            self._runner.sample(step, np.array(keys), bans, masks.words, ended)
         # After a failure, too: the other ranks of a group compute it.
         with self._guarded(step.batch), self._in_group():
             self._in_flight = step if self._runner.draft(step) else None

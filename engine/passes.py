@@ -9,6 +9,7 @@ import torch
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.step import DecodeStep
 from hisparse.swap_in import Span
+from kernels.ops import ops_on
 from model.sparse_model import SparseModel
 
 _NO_TOKEN = 0
@@ -19,12 +20,13 @@ class StepPasses:
     """Queues the passes of steps of up to `max_running` requests. Nothing here waits for a device.
 
     By row of the device tables: tokens int64 [rows + 1, 1 + max_drafts], the newest token and the drafts after it;
-    positions int64 [rows + 1], of the newest token; num_drafts int64 [rows + 1], the drafts that there are. The last
-    row is that of padding.
+    positions int64 [rows + 1], of the newest token; num_drafts int64 [rows + 1], the drafts that there are;
+    temperatures float32 [rows + 1]. The last row is that of padding.
 
     By entry of a step: inputs int64 [2, max_running], rows and the positions before which they may compute tokens, both
     -1 for padding; valid and counts int64 [max_running], the tokens that the first pass could compute and those that
-    are final; drawn int64 [max_running, 1 + max_drafts], the tokens that were drawn. logits float32 [max_running *
+    are final; drawn int64 [max_running, 1 + max_drafts], the tokens that were drawn; keys int64 [max_running, 1 + 2 *
+    max_drafts], the random numbers of the tokens from the first of the step on. logits float32 [max_running *
     (1 + max_drafts), vocab]: entry b * width + j is of token j of request b.
 
     A pass may be recorded: whatever differs between steps of a size is in these tensors.
@@ -45,6 +47,8 @@ class StepPasses:
         self.positions, self.num_drafts = numbers(max_running + 1), numbers(max_running + 1)
         self.valid, self.counts = numbers(max_running), numbers(max_running)
         self.drawn = numbers(max_running, self.max_width)
+        self.temperatures = torch.zeros(max_running + 1, device=model.device)
+        self.keys = numbers(max_running, 1 + 2 * max_drafts)
         self.logits = torch.empty(max_running * self.max_width, model.spec.vocab_size, device=model.device)
         self._coordinator = coordinator
         self.drafts = max_drafts > 0
@@ -120,7 +124,8 @@ class StepPasses:
             max_tokens,
             layers=range(draft_layer, draft_layer + 1) if width > 1 else range(0),
         )
-        picked = torch.arange(batch, device=counts.device) * width + (counts - 1).clamp(min=0)
+        entries, ops = torch.arange(batch, device=counts.device), ops_on(counts.device)
+        picked = entries * width + (counts - 1).clamp(min=0)
         hidden = model.draft(
             self.drawn[:batch, :width].flatten().clamp(min=_NO_TOKEN),
             self._hidden[: batch * width],
@@ -131,7 +136,9 @@ class StepPasses:
         step.finish()
         for number in range(1, width):
             assert hidden is not None, "rows were picked"
-            drafts = model.logits(hidden).argmax(dim=-1)
+            # By the random number that the next step draws the token with.
+            keys = self.keys[entries, counts + number - 1]
+            drafts = ops.perturb(model.logits(hidden), self.temperatures[row], keys).argmax(dim=-1)
             self.tokens[row, number] = drafts
             if number == width - 1:
                 break
@@ -141,7 +148,6 @@ class StepPasses:
             step = self._coordinator.cache(
                 rows, first, at, at, max_tokens, layers=range(draft_layer, draft_layer + 1), backs_up=False
             )
-            entries = torch.arange(batch, device=counts.device)
             hidden = model.draft(drafts, hidden, at.positions(), step, entries, reuse=True)
             step.finish()
         # Assigning a number would copy it from the host, which cannot be recorded.

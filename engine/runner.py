@@ -117,6 +117,7 @@ class ModelRunner:
         upload([generated[-1] if generated else prompt_ids[-1]], passes.tokens[row, :1])
         upload([self._coordinator.num_tokens(request_id)], passes.positions[row : row + 1])
         passes.num_drafts[row] = 0
+        passes.temperatures[row] = sampling.temperature
         upload(np.array(settings_of(sampling, self._model.spec.vocab_size)), self._settings[row])
         self._adjustments.admit(row, sampling, prompt_ids, generated)
 
@@ -142,18 +143,18 @@ class ModelRunner:
     def sample(
         self,
         step: LaunchedStep,
-        uniforms: npt.NDArray[np.float64],
+        keys: npt.NDArray[np.int64],
         bans: Sequence[Ban] = (),
         masks: torch.Tensor | None = None,
         ended: Sequence[int] = (),
     ) -> None:
         """Queue the drawing of a step's tokens, which are the input of each request's next step.
 
-        uniforms: in [0, 1), [batch, width], the random numbers of each request's next tokens. bans: tokens that
-        requests may not get now. masks: int32 [batch * width, ceil(vocab / 32)], see `engine.grammar.masks`, in pinned
-        memory for a CUDA device; None: all tokens. They may change after `collect`. Entry b * width + j is of token j
-        of request b. ended: requests, by index, that have left the coordinator since `launch`: they are padding from
-        now on.
+        keys: int64 [batch, 2 * width - 1], the random numbers of each request's next tokens; the last are those of
+        drafts. bans: tokens that requests may not get now. masks: int32 [batch * width, ceil(vocab / 32)], see
+        `engine.grammar.masks`, in pinned memory for a CUDA device; None: all tokens. They may change after `collect`.
+        Entry b * width + j is of token j of request b. ended: requests, by index, that have left the coordinator since
+        `launch`: they are padding from now on.
         """
         batch, width, passes = step.batch, step.batch.places.width, self.passes
         if ended and passes.drafts:
@@ -161,10 +162,10 @@ class ModelRunner:
         rows = passes.inputs[0, : len(batch)].clamp(min=0)
         drafts = passes.tokens[rows, 1:width]
         repeated = rows.repeat_interleave(width)
-        numbers = upload(uniforms.ravel(), torch.empty(uniforms.size, dtype=torch.float64, device=rows.device))
+        of_tokens = upload(_widened(keys, passes.keys.shape[1]), passes.keys[: len(batch)])[:, :width].flatten()
         needs = SamplingNeeds.of(batch.sampling)
         changed = self._adjustments.apply(step.logits, rows, bans, drafts) if needs.adjusted else step.logits
-        drawn = draw(step.logits, self._settings[repeated].T, numbers, needs, changed, masks)
+        drawn = draw(step.logits, self._settings[repeated].T, of_tokens, needs, changed, masks)
         final = passes.accept(len(batch), width, drawn[:, 0].long())
         if needs.adjusted:
             self._adjustments.count(repeated, final)
@@ -233,3 +234,8 @@ class ModelRunner:
             self._graphs.draft(batch, longest, width)
         else:
             self.passes.draft(batch, longest, width).verify()
+
+
+def _widened(rows: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.int64]:
+    """With zeros after each row."""
+    return np.pad(rows, ((0, 0), (0, width - rows.shape[1])))

@@ -1,8 +1,9 @@
 """Picks the next token of each request from its logits.
 
 Randomness is counter-based: the i-th token of a request depends only on its seed, i and its logits, whatever its node
-and batch. Nothing here waits for a device. Logits are float32. Sums over them are float64: the order in which a device
-adds depends on the batch, and must not change a token.
+and batch. Tokens are drawn by adding Gumbel noise to their logits: for the same random number a slightly different
+distribution, such as a draft's, mostly gives the same token. Nothing here waits for a device. Logits are float32. Sums
+over them are float64: the order in which a device adds depends on the batch, and must not change a token.
 """
 
 import math
@@ -12,6 +13,7 @@ from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from control.messages import Sampling, Token
@@ -39,12 +41,11 @@ class NoToken(Enum):
 
 @dataclass(frozen=True)
 class SamplingNeeds:
-    """What some request of a batch needs. random: temperature above 0; greedy: 0. restricted: top_k or top_p. floored:
-    min_p. adjusted: changed logits (`engine.adjustments`). top_logprobs: the most alternatives that a request reports;
+    """What some request of a batch needs. random: temperature above 0. restricted: top_k or top_p. floored: min_p.
+    adjusted: changed logits (`engine.adjustments`). top_logprobs: the most alternatives that a request reports;
     None: no request reports log probabilities."""
 
     random: bool
-    greedy: bool
     restricted: bool
     floored: bool
     adjusted: bool
@@ -56,7 +57,6 @@ class SamplingNeeds:
         reported = [sampling.top_logprobs for sampling in requests if sampling.top_logprobs is not None]
         return cls(
             random=bool(drawn),
-            greedy=len(drawn) < len(requests),
             restricted=any(sampling.top_k > 0 or sampling.top_p < 1 for sampling in drawn),
             floored=any(sampling.min_p > 0 for sampling in drawn),
             adjusted=any(map(adjusts, requests)),
@@ -70,15 +70,16 @@ class RandomStream:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._first = 0
-        self._numbers: list[float] = []
+        self._keys = np.empty(0, dtype=np.int64)
 
-    def number(self, index: int) -> float:
-        """The random number in [0, 1) of token `index`."""
-        if not 0 <= index - self._first < len(self._numbers):
+    def keys(self, index: int, count: int) -> npt.NDArray[np.int64]:
+        """The random numbers of `count` tokens from `index` on, int64."""
+        begin = index - self._first
+        if not 0 <= begin <= len(self._keys) - count:
             # A block has four words; the first of each is used.
-            words = np.random.Philox(key=self._seed, counter=index).random_raw(4 * _NUMBERS_AHEAD)[::4]
-            self._first, self._numbers = index, ((words >> np.uint64(11)) * 2.0**-53).tolist()
-        return self._numbers[index - self._first]
+            words = np.random.Philox(key=self._seed, counter=index).random_raw(4 * (_NUMBERS_AHEAD + count))[::4]
+            self._first, begin, self._keys = index, 0, words.view(np.int64)
+        return self._keys[begin : begin + count]
 
 
 class Settings(NamedTuple, Generic[T]):
@@ -103,7 +104,7 @@ def settings_of(sampling: Sampling, vocab_size: int) -> Settings[float]:
 def draw(
     logits: torch.Tensor,
     settings: torch.Tensor,
-    uniforms: torch.Tensor,
+    keys: torch.Tensor,
     needs: SamplingNeeds,
     changed: torch.Tensor,
     masks: torch.Tensor | None = None,
@@ -111,15 +112,15 @@ def draw(
     """Queue the sampling of a batch on the logits' device.
 
     logits: float32 [n, vocab], of the model, which are reported. changed: the logits that tokens are drawn from, -inf
-    for tokens that may not come. settings: float64 [fields of Settings, n]. uniforms: float64 [n] in [0, 1). masks:
+    for tokens that may not come. settings: float64 [fields of Settings, n]. keys: int64 [n], of `RandomStream`. masks:
     int32 [n, ceil(vocab / 32)] in host memory (`engine.grammar.masks`); None: all tokens may come. Returns float64
     [n, 1 + (0 or 1 + 2 k)], which `tokens_of` reads: the token, or a NoToken; if any request reports log probabilities,
     the token's, those of the k likeliest tokens, and these tokens. A token is always one of the vocabulary.
     """
     if logits.device.type == "cpu":
-        token_ids = _choose_by_rows(changed, settings, uniforms, needs, masks)
+        token_ids = _choose_by_rows(changed, settings, keys, needs, masks)
     else:
-        token_ids = _choose(changed if masks is None else masked(changed, masks), settings, uniforms, needs)
+        token_ids = _choose(changed if masks is None else masked(changed, masks), settings, keys, needs)
     # Last, because NaN makes every comparison meaningless. Both extremes are NaN where any logit is: `isfinite` of all
     # takes a processor twenty times as long.
     finite = logits.amax(dim=-1).isfinite() & logits.amin(dim=-1).isfinite()
@@ -134,47 +135,45 @@ def draw(
 
 
 def _choose(
-    changed: torch.Tensor, settings: torch.Tensor, uniforms: torch.Tensor, needs: SamplingNeeds
+    changed: torch.Tensor,
+    settings: torch.Tensor,
+    keys: torch.Tensor,
+    needs: SamplingNeeds,
+    tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The token of each row, int64 [n], or NOTHING_ALLOWED. Arguments as in `draw`. If logits are not finite, it is
-    any token of the vocabulary."""
-    likeliest = changed.amax(dim=-1)
+    """The number of the token of each row, int64 [n], or NOTHING_ALLOWED. Arguments as in `draw`. tokens: see
+    `Ops.perturb`. If logits are not finite, it is any token of the vocabulary."""
+    scores, likeliest = changed, changed.amax(dim=-1)
     if needs.random:
         temperature, top_p, top_k, log_min_p = Settings(*settings.unsqueeze(2))
-        # Relative to the maximum, so that a tiny temperature cannot overflow. Greedy rows are computed and not used.
+        # Relative to the maximum, so that a tiny temperature cannot overflow. A greedy row keeps nothing but that.
         divisor = temperature.float().clamp(min=torch.finfo(torch.float32).tiny)
-        scaled = (changed - likeliest.unsqueeze(1)) / divisor
+        scores = (changed - likeliest.unsqueeze(1)) / divisor
         if needs.floored:
-            scaled = scaled.masked_fill(scaled < log_min_p, float("-inf"))
+            scores = scores.masked_fill(scores < log_min_p, float("-inf"))
+        ops = ops_on(scores.device)
         if needs.restricted:
-            scaled = _restrict(scaled, ops_on(scaled.device).find_threshold(scaled, top_k, top_p))
-        token_ids = _invert(scaled, uniforms.unsqueeze(1))
-        if needs.greedy:
-            token_ids = torch.where(temperature.squeeze(1) > 0, token_ids, changed.argmax(dim=-1))
-    else:
-        token_ids = changed.argmax(dim=-1)
-    # A search among NaN ends beyond the last token.
-    token_ids = token_ids.clamp(max=changed.shape[1] - 1)
-    return token_ids.masked_fill(likeliest == float("-inf"), NoToken.NOTHING_ALLOWED.value)
+            scores = _restrict(scores, ops.find_threshold(scores, top_k, top_p))
+        scores = ops.perturb(scores, temperature.squeeze(1).sign().float(), keys, tokens)
+    return scores.argmax(dim=-1).masked_fill(likeliest == float("-inf"), NoToken.NOTHING_ALLOWED.value)
 
 
 def _choose_by_rows(
     changed: torch.Tensor,
     settings: torch.Tensor,
-    uniforms: torch.Tensor,
+    keys: torch.Tensor,
     needs: SamplingNeeds,
     masks: torch.Tensor | None,
 ) -> torch.Tensor:
     """`_choose` on a processor, with masks: as many rows at a time as there are threads, so that rows stay in caches.
-    If a mask allows few tokens, one is chosen among these alone, in their order, which gives the same token."""
+    If a mask allows few tokens, one is chosen among these alone, which gives the same token."""
     count, vocab = changed.shape
     token_ids = torch.empty(count, dtype=torch.int64)
     few = {} if masks is None else few_allowed(masks, vocab)
     for row, allowed in few.items():
         if len(allowed):
-            chosen = _choose(
-                changed[row].index_select(0, allowed).unsqueeze(0), settings[:, [row]], uniforms[[row]], needs
-            )
+            among = changed[row].index_select(0, allowed).unsqueeze(0)
+            chosen = _choose(among, settings[:, [row]], keys[[row]], needs, allowed)
             token_ids[row] = torch.where(chosen < 0, chosen, allowed[chosen.clamp(min=0)])
         else:
             token_ids[row] = NoToken.NOTHING_ALLOWED.value
@@ -185,7 +184,7 @@ def _choose_by_rows(
         part = changed.index_select(0, rows)
         if masks is not None:
             part = masked(part, masks[rows])
-        token_ids[rows] = _choose(part, settings[:, rows], uniforms[rows], needs)
+        token_ids[rows] = _choose(part, settings[:, rows], keys[rows], needs)
     return token_ids
 
 
@@ -203,32 +202,6 @@ def _restrict(scaled: torch.Tensor, threshold: Threshold) -> torch.Tensor:
     equal = scaled == threshold.least
     keep = (scaled > threshold.least) | (equal & (equal.cumsum(dim=-1) <= threshold.equals))
     return scaled.masked_fill(~keep, float("-inf"))
-
-
-def _invert(scaled: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Inverse transform sampling: the token at which the cumulative probability passes a uniform number.
-
-    Tokens stay in the order of the vocabulary, so that rounding that swaps two equally likely tokens changes nothing.
-    """
-    cumulative = _exp(scaled).cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    # Rounding up to the total would pick a token beyond the last possible one.
-    target = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
-
-
-def _exp(scaled: torch.Tensor) -> torch.Tensor:
-    """The exponentials of numbers up to 0, where those below the smallest normal number are 0.
-
-    A processor takes three times as long for each of these, and under a grammar most tokens are such.
-    """
-    if scaled.device.type != "cpu":
-        return scaled.exp()
-    return torch.threshold_(scaled.clamp(min=_LEAST_EXPONENT).exp_(), 2 * torch.finfo(torch.float32).tiny, 0.0)
-
-
-_LEAST_EXPONENT = math.log(1.5 * torch.finfo(torch.float32).tiny)
-"""Its exponential is a normal number, and below what counts as 0."""
 
 
 def _logprobs(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> list[torch.Tensor]:

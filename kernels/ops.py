@@ -135,6 +135,17 @@ class Ops(Protocol):
         how many of the likeliest tokens are looked at first; all are where these do not decide.
         """
 
+    def perturb(
+        self, scores: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """scores / temperature + Gumbel noise, whose largest is a sample of the softmax (the Gumbel-max trick:
+        Maddison, Tarlow and Minka, NeurIPS 2014); the scores themselves where the temperature is 0.
+
+        scores: float32 [n, vocab], finite or -inf. temperature: float32 [n]. keys: int64 [n]. tokens: int64 [vocab],
+        the ids of the columns; None: their numbers. The noise of a token depends on the row's key and its id alone: it
+        is number `id` of the SplitMix64 generator (Steele, Lea and Flood, OOPSLA 2014) that starts at the key.
+        """
+
 
 def ops_for(x: torch.Tensor) -> Ops:
     """The operations on tensors of the device and the type of x.

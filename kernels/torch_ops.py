@@ -167,6 +167,30 @@ def find_threshold(
     return threshold
 
 
+def perturb(
+    scores: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, tokens: torch.Tensor | None = None
+) -> torch.Tensor:
+    tokens = torch.arange(scores.shape[1], device=scores.device) if tokens is None else tokens
+    number = keys[:, None] + (tokens + 1) * _signed(GOLDEN_GAMMA)
+    for shift, factor in zip((30, 27, 31), (*map(_signed, MIX), 1), strict=True):
+        # An arithmetic shift, whose copies of the sign are cut off.
+        number ^= (number >> shift) & ((1 << (64 - shift)) - 1)
+        number *= factor
+    uniform = ((number >> 12) & ((1 << 52) - 1)).double().add_(0.5).mul_(2.0**-52)
+    noise = uniform.log_().neg_().log_().neg_().float()
+    is_random, divisor = temperature[:, None] > 0, temperature[:, None].clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.where(is_random, scores / divisor + noise, scores)
+
+
+GOLDEN_GAMMA, MIX = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+"""The constants of SplitMix64."""
+
+
+def _signed(number: int) -> int:
+    """The int64 with the bits of a uint64."""
+    return number - (1 << 64) if number >> 63 else number
+
+
 def among_likeliest(
     scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, candidates: int
 ) -> tuple[Threshold, torch.Tensor]:

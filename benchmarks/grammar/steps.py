@@ -118,7 +118,7 @@ class GrammarSteps:
             for answer in answers:
                 answer.advance()
             masks = self._writer.write([answer.state for answer in answers]).words
-        sample(self._runner, launched, 0.5, masks)
+        sample(self._runner, launched, masks=masks)
         self._before = launched
 
     def close(self) -> None:

@@ -94,7 +94,7 @@ class StubRunner(ModelRunner):
     def sample(
         self,
         step: LaunchedStep,
-        uniforms: npt.NDArray[np.float64],
+        keys: npt.NDArray[np.int64],
         bans: Sequence[Ban] = (),
         masks: torch.Tensor | None = None,
         ended: Sequence[int] = (),

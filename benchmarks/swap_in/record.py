@@ -76,9 +76,9 @@ def record(
     _prefill(model, prefill, coordinator, prompt_ids)
     runner = ModelRunner(model, coordinator, 1, spec.context_length, record=False)
     runner.admit(_REQUEST, prompt_ids, [], sampling)
-    for uniform in np.random.default_rng(sampling.seed).random(steps).tolist():
+    for key in np.random.default_rng(sampling.seed).integers(2**63, size=steps).tolist():
         coordinator.append_tokens([_REQUEST])
-        next_tokens(runner, launch(runner, coordinator, [_REQUEST], sampling), uniform)
+        next_tokens(runner, launch(runner, coordinator, [_REQUEST], sampling), key)
     coordinator.request_finished(_REQUEST)
     coordinator.close()
     return _by_layer(backend.selected, spec)

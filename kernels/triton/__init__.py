@@ -11,6 +11,7 @@ from kernels.torch_ops import experts_grouped as experts
 from kernels.triton.fp8_experts import experts_fp8
 from kernels.triton.fp8_linear import linear_fp8, mlp_fp8, reduce_fp8
 from kernels.triton.fp8_quantise import quantise
+from kernels.triton.gumbel import perturb
 from kernels.triton.norm import add_rms_norm
 from kernels.triton.rope import rotate
 from kernels.triton.router import choose_experts, float32_product
@@ -18,7 +19,7 @@ from kernels.triton.thresholds import find_threshold
 
 __all__ = [
     "absorb", "add_rms_norm", "choose_experts", "experts", "experts_fp8", "find_threshold", "float32_product",
-    "linear_fp8", "mlp_fp8", "quantise", "reduce_fp8", "rotate",
+    "linear_fp8", "mlp_fp8", "perturb", "quantise", "reduce_fp8", "rotate",
 ]  # fmt: skip
 
 MANY_QUERIES = 1024

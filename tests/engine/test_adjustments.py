@@ -143,10 +143,9 @@ def test_changes_that_overflow_cost_their_own_request_alone(temperature: float) 
             adjustments.admit(row, sampling, list(range(VOCAB)), [])
         settings = torch.tensor([settings_of(sampling, VOCAB) for sampling in requests], dtype=torch.float64).T
         rows = torch.arange(len(requests))
-        for number in (0.1, 0.5, 0.9):
+        for key in (1, 5, 9):
             changed = adjustments.apply(logits[rows], rows, [])
-            uniforms = torch.full((len(requests),), number, dtype=torch.float64)
-            drawn = draw(logits[rows], settings, uniforms, SamplingNeeds.of(requests), changed)
+            drawn = draw(logits[rows], settings, torch.full((len(requests),), key), SamplingNeeds.of(requests), changed)
             adjustments.count(rows, drawn[:, 0].long())
             found.append(tokens_of(drawn, requests))
         return found

@@ -6,6 +6,7 @@ import torch
 from control.messages import Sampling, Token
 from engine.adjustments import LogitAdjustments
 from engine.sampling import NoToken, RandomStream, SamplingNeeds, draw, settings_of, tokens_of
+from kernels import torch_ops
 from kernels.ops import ops_on
 from kernels.torch_ops import CANDIDATES
 from tests.gpu.test_decode import waiting_is_an_error
@@ -31,6 +32,10 @@ def random_logits(scale: float, bfloat16: bool = False) -> torch.Tensor:
     return logits.bfloat16().float() if bfloat16 else logits
 
 
+def keys_of(requests: list[Sampling], index: int) -> torch.Tensor:
+    return torch.tensor([int(RandomStream(request.seed).keys(index, 1)[0]) for request in requests])
+
+
 def settings() -> torch.Tensor:
     return torch.tensor([settings_of(request, VOCAB) for request in REQUESTS], dtype=torch.float64).T
 
@@ -53,25 +58,32 @@ def test_thresholds_are_those_of_a_sorted_vocabulary(scale: float, bfloat16: boo
             assert abs(int(kept[0]) - int(kept[1])) <= (0 if request.top_p == 1 else 1)
 
 
+def test_noise_is_that_of_the_host() -> None:
+    logits, temperature = random_logits(3.0), torch.tensor([request.temperature for request in REQUESTS])
+    keys = keys_of(REQUESTS, 5)
+    there = ops_on(CUDA).perturb(logits.to(CUDA), temperature.to(CUDA), keys.to(CUDA))
+    torch.testing.assert_close(there.cpu(), torch_ops.perturb(logits, temperature, keys), rtol=1e-6, atol=1e-5)
+
+
 @pytest.mark.parametrize("scale", [3.0, 0.01])
 def test_tokens_are_those_of_the_host(scale: float) -> None:
     logits, needs = random_logits(scale), SamplingNeeds.of(REQUESTS)
     same = 0
     for index in range(8):
-        numbers = torch.tensor([RandomStream(r.seed).number(index) for r in REQUESTS], dtype=torch.float64)
-        there = draw(logits.to(CUDA), settings().to(CUDA), numbers.to(CUDA), needs, logits.to(CUDA))
-        here = draw(logits, settings(), numbers, needs, logits)
+        keys = keys_of(REQUESTS, index)
+        there = draw(logits.to(CUDA), settings().to(CUDA), keys.to(CUDA), needs, logits.to(CUDA))
+        here = draw(logits, settings(), keys, needs, logits)
         same += sum(a == b for a, b in zip(tokens_of(there.cpu(), REQUESTS), tokens_of(here, REQUESTS), strict=True))
-    assert same >= 8 * len(REQUESTS) - 1, "but for a number that falls on a border"
+    assert same >= 8 * len(REQUESTS) - 1, "but for scores that are nearly equal"
 
 
 def test_drawing_waits_for_nothing_whatever_it_takes() -> None:
     logits, needs = random_logits(0.01).to(CUDA), SamplingNeeds.of(REQUESTS)
-    on_device, numbers = settings().to(CUDA), torch.full((len(REQUESTS),), 0.5, dtype=torch.float64, device=CUDA)
-    draw(logits, on_device, numbers, needs, logits)
+    on_device, keys = settings().to(CUDA), keys_of(REQUESTS, 0).to(CUDA)
+    draw(logits, on_device, keys, needs, logits)
     torch.cuda.synchronize()
     with waiting_is_an_error():
-        drawn = draw(logits, on_device, numbers, needs, logits)
+        drawn = draw(logits, on_device, keys, needs, logits)
     assert all(isinstance(token, Token) for token in tokens_of(drawn.cpu(), REQUESTS))
 
 
@@ -79,14 +91,14 @@ def test_drawing_waits_for_nothing_whatever_it_takes() -> None:
 @pytest.mark.parametrize("nonsense", [float("nan"), float("inf")])
 def test_changed_logits_that_are_not_finite_cost_their_own_row_alone(nonsense: float, scale: float) -> None:
     logits, needs = random_logits(scale).to(CUDA), SamplingNeeds.of(REQUESTS)
-    numbers = torch.tensor([RandomStream(r.seed).number(0) for r in REQUESTS], dtype=torch.float64, device=CUDA)
+    keys = keys_of(REQUESTS, 0).to(CUDA)
     on_device = settings().to(CUDA)
-    alone = tokens_of(draw(logits, on_device, numbers, needs, logits).cpu(), REQUESTS)
+    alone = tokens_of(draw(logits, on_device, keys, needs, logits).cpu(), REQUESTS)
     for row in range(len(REQUESTS)):
         for places in (slice(7, 8), slice(None)):
             changed = logits.clone()
             changed[row, places] = nonsense
-            found = tokens_of(draw(logits, on_device, numbers, needs, changed).cpu(), REQUESTS)
+            found = tokens_of(draw(logits, on_device, keys, needs, changed).cpu(), REQUESTS)
             assert found[row] is NoToken.NOT_FINITE
             assert found[:row] + found[row + 1 :] == alone[:row] + alone[row + 1 :]
 
@@ -106,9 +118,9 @@ def test_changes_that_overflow_harm_no_device_and_no_others() -> None:
         on_device = torch.tensor([settings_of(r, VOCAB) for r in requests], dtype=torch.float64).T.to(CUDA)
         found = []
         for index in range(4):
-            numbers = torch.tensor([RandomStream(r.seed).number(index) for r in requests], dtype=torch.float64)
+            keys = keys_of(requests, index)
             changed = adjustments.apply(logits[: len(rows)], rows, [])
-            drawn = draw(logits[: len(rows)], on_device, numbers.to(CUDA), needs, changed)
+            drawn = draw(logits[: len(rows)], on_device, keys.to(CUDA), needs, changed)
             token_ids = drawn[:, 0].long()
             adjustments.count(rows, token_ids)
             assert torch.equal(embeddings[token_ids.clamp(min=0)], token_ids.clamp(min=0))

@@ -10,6 +10,7 @@ import kernels.triton
 from kernels import ops, torch_ops
 from kernels.operands import IndexQueries, LayerNorm, Pair, PartialSums, RmsNorm, Rope, RouterConfig
 from kernels.triton.encode import encode_index_keys, encode_index_queries, encode_items
+from kernels.triton.gumbel import perturb
 from kernels.triton.router import choose_experts, partial_products
 from kvcache.format import Fp8Format, quantise, rotate
 from model.feed_forward import Router
@@ -71,6 +72,17 @@ def test_the_choice_is_written_into_rows() -> None:
     assert (tokens.rows[[0, -1]] == 0x55).all()
     with pytest.raises(ValueError, match="expected float32 weights"):
         choose_experts(logits, rule.bias, rule.config, tokens.choice)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_noise_is_torchs(named: bool) -> None:
+    scores, temperature = randn(3, 1500), torch.tensor([0.7, 0.0, 1.0])
+    scores[0, 3:9] = float("-inf")
+    keys = torch.tensor([5, -(2**62), 2**63 - 1])
+    tokens = torch.randperm(1500) if named else None
+    noisy = perturb(scores, temperature, keys, tokens)
+    torch.testing.assert_close(noisy, torch_ops.perturb(scores, temperature, keys, tokens))
+    assert torch.equal(noisy[1], scores[1])
 
 
 @pytest.mark.parametrize("ops", [choose_experts, torch_ops.choose_experts])
