@@ -55,6 +55,21 @@ def test_right_drafts_save_steps(drafts: int) -> None:
     assert len(h.model.batches) <= 2 + -(-24 // (1 + drafts))
 
 
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_drafts_are_drawn_with_the_random_numbers_of_their_tokens(drafts: int) -> None:
+    """Where a draft's distribution is the model's, the draft is right, however flat that is."""
+    answers = []
+    for max_drafts in (0, drafts):
+        h = World(max_drafts=max_drafts)
+        h.model.scale = 0.0
+        h.ask("r", tokens=25, sampling=Sampling(seed=5))
+        h.run()
+        answers.append(h.answers["r"])
+    assert answers[0] == answers[1]
+    assert len(set(answers[0])) > 10
+    assert len(h.model.batches) <= 2 + -(-24 // (1 + drafts))
+
+
 def test_a_stop_token_among_accepted_drafts_ends_the_request() -> None:
     h = World(max_drafts=3)
     h.ask("r", prompt=(1, 2, 3), tokens=20, stop_token_ids=(9,))
