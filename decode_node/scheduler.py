@@ -219,6 +219,9 @@ class Scheduler:
             if request is None:
                 # It ended while the step was in flight.
                 continue
+            if token is NoToken.NOTHING_ALLOWED:
+                self.end(request, "invalid", str(token))
+                continue
             if isinstance(token, NoToken):
                 self.end(request, "error", f"decode step failed: {token}")
                 continue
@@ -238,7 +241,11 @@ class Scheduler:
     def _step_failed(self, request_ids: Sequence[str], error: Exception) -> None:
         for request_id in request_ids:
             if request := self.requests.get(request_id):
-                self.end(request, "error", f"decode step failed: {error}")
+                if isinstance(error, GrammarViolation):
+                    # No token fits: the client's mistake.
+                    self.end(request, "invalid", str(error))
+                else:
+                    self.end(request, "error", f"decode step failed: {error}")
 
     # --- endings ---
 

@@ -19,7 +19,11 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": {"a": 1}}, "prompt", "integer token ids"),
     ({"prompt": [1, VOCAB]}, "prompt", f"0 to {VOCAB - 1}, found {VOCAB} at position 1"),
     ({"prompt": [-1]}, "prompt", "found -1"),
-    ({"prompt": "a" * LONG}, "prompt", f"This model's maximum context length is {CONTEXT} tokens. However, the prompt has {LONG}"),
+    (
+        {"prompt": "a" * LONG},
+        "prompt",
+        f"This model's maximum context length is {CONTEXT} tokens. However, the prompt has {LONG}",
+    ),
     ({"prompt": "a", "max_tokens": CONTEXT}, "max_tokens", f"However, {LONG} were requested (1 in the prompt"),
     ({"prompt": "a", "max_tokens": 0}, "", "expected at least 1, or echo with 0"),
     ({"prompt": "a", "max_tokens": -5}, "max_tokens", "greater than or equal to 0"),
