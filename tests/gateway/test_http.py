@@ -220,7 +220,11 @@ def test_models(client: Any) -> None:
 
 def test_unknown_paths_and_methods(http: httpx.Client) -> None:
     assert http.get("/v1/nothing").json()["error"]["message"] == "/v1/nothing: Not Found"
-    assert http.get("/v1/completions").status_code == 405
+    answer = http.get("/v1/completions")
+    assert (answer.status_code, answer.headers["Allow"]) == (405, "POST")
+    answer = http.post("/health")
+    assert answer.status_code == 405
+    assert set(answer.headers["Allow"].split(", ")) == {"GET", "HEAD"}
 
 
 def test_many_at_once(client: Any) -> None:
