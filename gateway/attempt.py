@@ -39,6 +39,8 @@ class TokenizedRequest:
     deadline: float
     block_hashes: BlockHashes | None = field(default=None, compare=False)
     """Of the prompt's blocks, by which the gateway looks for a node that has them; None if it does not."""
+    structure_field: str | None = None
+    """The field of the body that the grammar was made of."""
 
     @property
     def request_id(self) -> str:
@@ -265,7 +267,8 @@ class Attempt:
         if output.finish_reason == "abort":
             return NodeFailed(f"aborted by its decode node: {output.error or 'no reason given'}")
         if output.finish_reason == "invalid":
-            return ApiError(400, output.error or "the request cannot be carried out")
+            field, reason = self.request.structure_field, output.error or "the request cannot be carried out"
+            return ApiError(400, reason if field is None else f"{field}: {reason}", param=field)
         log.warning(
             "decode node ended a request with an error",
             request_id=output.request_id,

@@ -121,7 +121,7 @@ class Preparer:
         prompts, reading = self._prompts(request, arrival.capacity)
         own_stops = () if request.ignore_eos else self.tokenizer.stop_token_ids
         stop_token_ids = (*own_stops, *(request.stop_token_ids or ()))
-        grammar = _grammar(request, reading, self.tokenizer.added_ids)
+        field, grammar = _grammar(request, reading, self.tokenizer.added_ids)
         request.check_prompt_logprobs(sum(map(len, prompts)))
         prompt_logprobs = request.requested_prompt_logprobs()
         salt = _salt(request.cache_salt, arrival.salt_key)
@@ -144,6 +144,7 @@ class Preparer:
                 arrived=arrival.time,
                 deadline=arrival.deadline,
                 block_hashes=None if self._block_hasher is None else self._block_hasher(prompt_ids, salt),
+                structure_field=None if field is None else body.names.get(field, field),
             )
             for number, prompt_ids in enumerate(prompts)
         ]
@@ -241,9 +242,14 @@ def _choices(firsts: Sequence[TokenizedRequest], choices: int) -> tuple[Tokenize
     return tuple(choice_of(first, number, choice) for number, first in enumerate(firsts) for choice in range(choices))
 
 
-def _grammar(request: ApiRequest, reading: ChatReading | None, added_ids: Mapping[str, int]) -> Grammar | None:
-    """What the answers have to look like, after their reasoning. added_ids: added tokens by text. Raises ApiError."""
-    structure = request.structure()
+def _grammar(
+    request: ApiRequest, reading: ChatReading | None, added_ids: Mapping[str, int]
+) -> tuple[str | None, Grammar | None]:
+    """What the answers have to look like, after their reasoning, and the field that says so. Raises ApiError.
+
+    added_ids: added tokens by text.
+    """
+    field, structure = request.structure() or (None, None)
     after = reading.format.end_of_reasoning if reading is not None and reading.reasoning else None
     if isinstance(request, ChatCompletionRequest) and (tools := ToolSet(request.required_tools)):
         if structure is not None:
@@ -256,8 +262,8 @@ def _grammar(request: ApiRequest, reading: ChatReading | None, added_ids: Mappin
             raise ApiError(400, f"tools: {error}: {shown(', '.join(tools.names))}", param="tools") from error
         if calls is None:
             raise ApiError(400, "tool_choice: this model's format has no tool calls", param="tool_choice")
-        structure = Lark(grammar=calls)
-    return None if structure is None else Grammar(structure=structure, after=after)
+        field, structure = "tools", Lark(grammar=calls)
+    return field, None if structure is None else Grammar(structure=structure, after=after)
 
 
 def _salt(given: str | None, client_key: bytes | None) -> str:

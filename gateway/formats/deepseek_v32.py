@@ -261,7 +261,7 @@ class DsmlParser(CallParser):
                 value = rules.string(f"text_{number}_{position}", schema, END_OF_PARAMETER)
                 forms.append(f"{rules.literal(f'{PARAMETER}{key}{_STRING}')} {value}")
             if types != frozenset({"string"}):
-                value = rules.json(f"json_{number}_{position}", schema, tools.parameters(name))
+                value = rules.json(f"json_{number}_{position}", schema, tools.parameters(name), name, key)
                 forms.append(f"{rules.literal(f'{PARAMETER}{key}{_JSON}')} {value} {rules.literal(END_OF_PARAMETER)}")
             argument = rules.rule(f"argument_{number}_{position}", f"{choice(forms)} {rules.literal(_LINE)}")
             body.append(argument if key in tools.required(name) else f"{argument}?")

@@ -75,7 +75,7 @@ class GlmParser(CallParser):
             if types is None or "string" in types:
                 value = rules.string(f"text_{number}_{position}", schema, END_OF_VALUE)
             else:
-                json_value = rules.json(f"json_{number}_{position}", schema, tools.parameters(name))
+                json_value = rules.json(f"json_{number}_{position}", schema, tools.parameters(name), name, key)
                 value = f"{json_value} {rules.literal(END_OF_VALUE)}"
             begin = rules.literal(f"{KEY}{key}{END_OF_KEY}{VALUE}")
             argument = rules.rule(f"argument_{number}_{position}", f"{begin} {value}")

@@ -46,7 +46,7 @@ class HermesParser(CallParser):
 
     @staticmethod
     def call_grammar(rules: CallGrammar, tools: ToolSet, name: str, number: str) -> str:
-        arguments = rules.json(f"arguments_{number}", {"type": "object", **tools.parameters(name)}, {})
+        arguments = rules.json(f"arguments_{number}", {"type": "object", **tools.parameters(name)}, {}, name)
         begin = f'{OPENER}\n{{"name": {to_json(name)}, "arguments": '
         return rules.rule(f"call_{number}", f"{rules.literal(begin)} {arguments} {rules.literal(_END)}")
 
