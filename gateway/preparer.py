@@ -16,7 +16,7 @@ from gateway.errors import ApiError, shown
 from gateway.formats.conversation import FormatError
 from gateway.formats.families import ChatFormat, choose_format
 from gateway.formats.parsing import CallParser
-from gateway.formats.tools import ToolSet
+from gateway.formats.tools import CallRules
 from gateway.registry import Capacity
 from gateway.requests.chat import ChatCompletionRequest, ConvertedRequest
 from gateway.requests.completions import CompletionRequest, Prompt
@@ -32,15 +32,15 @@ GenerationBody = ApiRequest | ConvertedRequest
 
 @dataclass(frozen=True)
 class ChatReading:
-    """How the answers of a chat are taken apart. tools: those that may be called. reasoning: they begin with it."""
+    """How the answers of a chat are taken apart. reasoning: they begin with it."""
 
     format: ChatFormat
-    tools: ToolSet
+    calls: CallRules
     reasoning: bool
 
     def parser(self, whole: bool) -> CallParser:
         """A parser of one answer. whole: the answer does not stream, so calls that break are text."""
-        return self.format.parser(self.tools, reasoning=self.reasoning, whole_calls=whole)
+        return self.format.parser(self.calls, reasoning=self.reasoning, whole_calls=whole)
 
 
 @dataclass(frozen=True)
@@ -172,6 +172,10 @@ class Preparer:
         if self._chat_format is None:
             raise ApiError(400, "this model has no chat template: use /v1/completions", param="messages")
         tools = request.usable_tools
+        calls = request.call_rules()
+        if tools and not (self._chat_format.knows_tools or calls.forced):
+            message = "tools: this model's chat template tells it of no tools; only a call that is required can be had"
+            raise ApiError(400, message, param="tools")
         try:
             prompt = self._chat_format.render(
                 [message.rendered() for message in request.messages],
@@ -182,7 +186,7 @@ class Preparer:
         except FormatError as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
         token_ids = self.tokenizer.encode(prompt.text, special_tokens=special_tokens)
-        return token_ids, ChatReading(self._chat_format, ToolSet(tools), prompt.reasoning)
+        return token_ids, ChatReading(self._chat_format, calls, prompt.reasoning)
 
     def _prompt_ids(self, request: CompletionRequest, prompt: Prompt, capacity: Capacity) -> list[int]:
         if isinstance(prompt, str):
@@ -251,18 +255,15 @@ def _grammar(
     """
     field, structure = request.structure() or (None, None)
     after = reading.format.end_of_reasoning if reading is not None and reading.reasoning else None
-    if isinstance(request, ChatCompletionRequest) and (tools := ToolSet(request.required_tools)):
-        if structure is not None:
-            raise ApiError(400, "tool_choice: a required call has no other structure", param="tool_choice")
-        assert reading is not None
-        parallel = request.parallel_tool_calls is not False
+    # A call that is forced has no other structure, and where the text has one, a call that is not forced has no place.
+    if reading is not None and reading.calls.need_grammar and (reading.calls.forced or structure is None):
         try:
-            calls = reading.format.call_grammar(tools, parallel=parallel, token_ids=added_ids)
+            calls = reading.format.call_grammar(reading.calls, added_ids)
         except FormatError as error:
-            raise ApiError(400, f"tools: {error}: {shown(', '.join(tools.names))}", param="tools") from error
-        if calls is None:
-            raise ApiError(400, "tool_choice: this model's format has no tool calls", param="tool_choice")
-        field, structure = "tools", Lark(grammar=calls)
+            names = shown(", ".join(reading.calls.tools.names))
+            raise ApiError(400, f"tools: {error}: {names}", param="tools") from error
+        if calls is not None:
+            field, structure = "tools", Lark(grammar=calls)
     return field, None if structure is None else Grammar(structure=structure, after=after)
 
 

@@ -134,6 +134,16 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
     def _finished(self, index: int, reason: EndReason | None) -> Literal["stop", "length", "tool_calls"] | None:
         return "tool_calls" if reason == "stop" and index in self._called else reason
 
+    def _ending(self, choice: dict[str, Any]) -> list[dict[str, Any]]:
+        """The reason comes after all that the message has: clients' helpers take what came before for complete."""
+        if not choice["delta"]:
+            return [choice]
+        nothing = {"delta": {}, "logprobs": None, "token_ids": []}
+        return [
+            {**choice, "finish_reason": None},
+            {**choice, **{name: nothing[name] for name in nothing if name in choice}},
+        ]
+
     def _text(self, index: int, delta: Delta) -> dict[str, Any]:
         return {"delta": self._parts(index, delta, whole=False)}
 

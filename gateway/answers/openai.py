@@ -163,10 +163,11 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
         logprobs = self._logprobs(index, delta) if self._with_logprobs else None
         text = self._text(index, delta)
         finish_reason = self._finished(index, delta.finish_reason)
-        choice = {"index": index, "logprobs": logprobs, "finish_reason": finish_reason, **text}
+        choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": finish_reason, **text}
         if self._token_ids:
             choice["token_ids"] = [token.token_id for token in delta.tokens]
-        return [self._chunk([choice])]
+        choices = [choice] if finish_reason is None else self._ending(choice)
+        return [self._chunk([each]) for each in choices]
 
     def encode_delta(self, index: int, delta: Delta) -> bytes:
         """Of a chunk with nothing but text, which most are, only the text is made anew."""
@@ -243,6 +244,10 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
             "total_tokens": prompt_tokens + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.prepared.cached_tokens},
         }
+
+    def _ending(self, choice: dict[str, Any]) -> list[dict[str, Any]]:
+        """The last choice of a stream, as chunks have it."""
+        return [choice]
 
     def _finished(self, index: int, reason: EndReason | None) -> str | None:
         return reason

@@ -227,6 +227,9 @@ class DsmlParser(CallParser):
     sign = MARK
     opener = OPENER
     markers = frozenset({MARK})
+    end_of_call = END_OF_INVOKE
+    lead = "\n\n"
+    separator = None
 
     def _read_calls(self) -> Steps[None]:
         yield from self._spaced(INVOKE)
@@ -252,8 +255,12 @@ class DsmlParser(CallParser):
         self._end(name)
 
     @staticmethod
-    def call_grammar(rules: CallGrammar, tools: ToolSet, name: str, number: str) -> str:
-        body = [rules.literal(f'{INVOKE}{name}">\n')]
+    def begin_of_call(name: str) -> str:
+        return f'{INVOKE}{name}">\n'
+
+    @staticmethod
+    def arguments_grammar(rules: CallGrammar, tools: ToolSet, name: str, number: str) -> str:
+        body = []
         for position, (key, schema) in enumerate(tools.properties(name).items()):
             types = tools.types(name, key)
             forms = []
@@ -265,9 +272,15 @@ class DsmlParser(CallParser):
                 forms.append(f"{rules.literal(f'{PARAMETER}{key}{_JSON}')} {value} {rules.literal(END_OF_PARAMETER)}")
             argument = rules.rule(f"argument_{number}_{position}", f"{choice(forms)} {rules.literal(_LINE)}")
             body.append(argument if key in tools.required(name) else f"{argument}?")
-        return rules.rule(f"call_{number}", f"{' '.join(body)} {rules.literal(END_OF_INVOKE + _LINE)}")
+        return " ".join(body)
 
     @staticmethod
-    def several(rules: CallGrammar, call: str, parallel: bool) -> str:
-        begin = rules.literal(f"\n\n{OPENER}\n")
-        return f"{begin} {call}{'+' if parallel else ''} {rules.literal(CLOSER)}"
+    def free_arguments_grammar(rules: CallGrammar) -> str:
+        form = choice([rules.literal(_STRING), rules.literal(_JSON)])
+        value = f"{rules.string('any', {}, END_OF_PARAMETER)} {rules.literal(_LINE)}"
+        return f'({rules.literal(PARAMETER)} /[^"\\n]{{1,256}}/ {form} {value})*'
+
+    @staticmethod
+    def calls_grammar(rules: CallGrammar, call: str, parallel: bool) -> str:
+        line = rules.literal(_LINE)
+        return f"{line} ({call} {line}){'+' if parallel else ''} {rules.literal(CLOSER)}"

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from gateway.formats.tools import CallRules, ToolSet
 from gateway.requests.body import OF_MESSAGES, FieldPolicy, JsonObject, Piece, RequestBody, invalid
 from gateway.requests.generation import MAX_STOP_CHARS, MAX_STOPS, CommonFields, GenerationRequest
 
@@ -153,12 +154,18 @@ class ChatCompletionRequest(GenerationRequest):
         """The tools that the model is told of."""
         return [] if self.tool_choice == "none" else [tool.rendered() for tool in self.tools or ()]
 
-    @property
-    def required_tools(self) -> list[dict[str, Any]]:
-        """Tools of which at least one is to be called; none: the model may answer as it likes."""
-        if isinstance(self.tool_choice, NamedTool):
-            return [tool for tool in self.usable_tools if tool["function"]["name"] == self.tool_choice.function.name]
-        return self.usable_tools if self.tool_choice == "required" else []
+    def call_rules(self) -> CallRules:
+        """Which calls the answer may have."""
+        tools, choice = self.usable_tools, self.tool_choice
+        if isinstance(choice, NamedTool):
+            named = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
+            return CallRules(ToolSet(named), forced=True, parallel=False)
+        return CallRules(
+            ToolSet(tools),
+            forced=choice == "required",
+            parallel=self.parallel_tool_calls is not False,
+            strict=frozenset(tool["function"]["name"] for tool in tools if tool["function"].get("strict")),
+        )
 
     @property
     def thinking(self) -> bool | None:

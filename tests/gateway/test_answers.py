@@ -14,7 +14,7 @@ from gateway.answers.openai import OpenAIAnswer
 from gateway.answers.streamed import Column, encode_json
 from gateway.attempt import Delta, TokenizedRequest
 from gateway.detokenizer import TextOptions
-from gateway.formats.tools import ToolSet
+from gateway.formats.tools import CallRules, ToolSet
 from gateway.preparer import ApiRequest, ChatReading, PreparedRequest
 from gateway.requests.chat import ChatCompletionRequest
 from gateway.requests.completions import CompletionRequest
@@ -78,7 +78,7 @@ def test_of_chats(reasoning: bool, tools: Sequence[dict[str, object]], fields: d
     request = ChatCompletionRequest.model_validate(
         {"messages": [{"role": "user", "content": "a"}], "n": 2, "stream": True, **fields}
     )
-    reading = ChatReading(parsing_format("glm"), ToolSet(tools), reasoning)
+    reading = ChatReading(parsing_format("glm"), CallRules(ToolSet(tools)), reasoning)
     answer = ChatAnswer(prepared(request, reading), "text of a choice", None, HELD)  # type: ignore[arg-type]
     assert_same_bytes(answer, PIECES)
 

@@ -6,7 +6,7 @@ import pytest
 
 from control.grammar import JSON_OBJECT, JsonSchema, Lark, Regex, Structure, TextChoice
 from engine.grammar.errors import GrammarError
-from gateway.formats.tools import ToolSet
+from gateway.formats.tools import CallRules, ToolSet
 from tests.engine.grammar.small import (
     END_OF_CALL,
     END_OF_THINKING,
@@ -130,7 +130,7 @@ def test_an_error_names_the_part(structure: Structure, message: str) -> None:
 )
 def test_an_error_in_a_tool_names_it_and_the_place(family: str, parameters: dict[str, Any], place: str) -> None:
     tools = ToolSet([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
-    grammar = parsing_format(family).call_grammar(tools)
+    grammar = parsing_format(family).call_grammar(CallRules(tools, forced=True))
     assert grammar is not None
     with pytest.raises(GrammarError, match=f"^{place}"):
         compiled(Lark(grammar=grammar))
@@ -143,7 +143,8 @@ def test_formats_that_nothing_enforces_are_annotations_in_a_lark_grammar_too() -
 def test_calls_of_a_chat_format_are_written_with_the_tokens_of_its_markers() -> None:
     ids = {TOOL_CALL: id_of(TOOL_CALL), END_OF_CALL: id_of(END_OF_CALL)}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}}
-    grammar = parsing_format("glm").call_grammar(ToolSet([tool]), parallel=False, token_ids=ids)
+    rules = CallRules(ToolSet([tool]), forced=True, parallel=False)
+    grammar = parsing_format("glm").call_grammar(rules, ids)
     assert grammar is not None
     state = compiled(Lark(grammar=grammar)).start()
     assert allowed(state) == {ids[TOOL_CALL]}
