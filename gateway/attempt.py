@@ -71,7 +71,8 @@ class Delta(NamedTuple):
 
     text: that of a token may come with a later delta. offsets: where in the answer's text each token begins, counted
     with the stop string. first: the answer begins with these tokens; earlier ones came from a node that failed. stop:
-    the stop string that ended the answer. prompt: with the first tokens, the prompt's log probabilities, if asked for.
+    the stop string, or the token of the request's `stop_token_ids`, that ended the answer. prompt: with the first
+    tokens, the prompt's log probabilities, if asked for.
     """
 
     text: str
@@ -79,7 +80,7 @@ class Delta(NamedTuple):
     offsets: tuple[int, ...]
     finish_reason: EndReason | None
     first: bool = False
-    stop: str | None = None
+    stop: str | int | None = None
     prompt: PromptLogprobTable | None = None
 
 

@@ -120,6 +120,7 @@ class Preparer:
         sampling = request.sampling(self.tokenizer)
         prompts, reading = self._prompts(request, arrival.capacity)
         own_stops = () if request.ignore_eos else self.tokenizer.stop_token_ids
+        self.tokenizer.check_ids(request.stop_token_ids or (), "stop_token_ids")
         stop_token_ids = (*own_stops, *(request.stop_token_ids or ()))
         field, grammar = _grammar(request, reading, self.tokenizer.added_ids)
         request.check_prompt_logprobs(sum(map(len, prompts)))
@@ -149,7 +150,7 @@ class Preparer:
             for number, prompt_ids in enumerate(prompts)
         ]
         _check_settings(firsts)
-        text = self._text_options(request, reading, stop_token_ids)
+        text = self._text_options(request, reading, own_stops)
         return PreparedRequest(request, request_id, _choices(firsts, choices), text, body, reading)
 
     def _prompts(self, request: ApiRequest, capacity: Capacity) -> tuple[list[list[int]], ChatReading | None]:
@@ -196,9 +197,8 @@ class Preparer:
         self.tokenizer.check_ids(prompt, "prompt")
         return prompt
 
-    def _text_options(
-        self, request: ApiRequest, reading: ChatReading | None, stop_token_ids: Sequence[int]
-    ) -> TextOptions:
+    def _text_options(self, request: ApiRequest, reading: ChatReading | None, own_stops: Sequence[int]) -> TextOptions:
+        stop_token_ids = (*own_stops, *(request.stop_token_ids or ()))
         skipped = self.tokenizer.special_ids if reading is None else self._skipped_in_chats
         if request.skip_special_tokens is False:
             skipped = frozenset()
@@ -211,6 +211,7 @@ class Preparer:
             min_tokens=request.min_tokens or 0,
             skipped=skipped,
             prompt_only=request.prompt_only,
+            stop_token_ids=frozenset(request.stop_token_ids or ()).difference(own_stops),
         )
 
 

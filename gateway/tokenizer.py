@@ -1,6 +1,7 @@
 """What the gateway reads of a checkpoint: tokenizer, chat template, vocabulary, stop tokens and context length."""
 
 from collections.abc import Collection, Mapping, Sequence
+from hashlib import sha256
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from base.errors import StartupError
+from base.version import VERSION
 from gateway.detokenizer import ByteDetokenizer, TokenBytes, WindowDetokenizer
 from gateway.errors import ApiError
 from model.checkpoint import read_json
@@ -38,6 +40,8 @@ class CheckpointTokenizer:
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             raise StartupError(f"--model-path {model_path}: cannot load its tokenizer: {first_line}") from error
         self.identity = identify(directory)
+        self.system_fingerprint = "fp_" + sha256(f"{VERSION} {self.identity}".encode()).hexdigest()[:10]
+        """Of this version and the checkpoint, for clients that compare answers."""
         self.vocab_size = self.identity.vocab_size
         self.context_length = positive_int(config, "max_position_embeddings", directory)
         self.stop_token_ids = stop_token_ids(directory)

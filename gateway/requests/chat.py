@@ -66,6 +66,7 @@ class ChatMessage(Piece):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[TextPart] | None)] = ""
     name: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -73,8 +74,9 @@ class ChatMessage(Piece):
     def rendered(self) -> dict[str, Any]:
         """The message as chat formats expect it."""
         rendered: dict[str, Any] = {"role": self.role, "content": self.content}
-        for name in ("name", "reasoning_content", "tool_call_id"):
-            if (value := getattr(self, name)) is not None:
+        reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        for name, value in (("name", self.name), ("reasoning_content", reasoning), ("tool_call_id", self.tool_call_id)):
+            if value is not None:
                 rendered[name] = value
         if self.tool_calls:
             rendered["tool_calls"] = [
@@ -129,7 +131,7 @@ class ChatCompletionRequest(GenerationRequest):
     tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     chat_template_kwargs: TemplateVariables | None = None
 
     @model_validator(mode="after")

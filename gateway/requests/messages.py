@@ -204,7 +204,7 @@ class CountTokensRequest(ConvertedRequest):
         if self.thinking is not None and self.thinking.type == "disabled":
             return "none"
         wanted = self.output_config.effort if self.output_config else None
-        return "medium" if wanted is None and self.thinking is not None else "xhigh" if wanted == "max" else wanted
+        return "medium" if wanted is None and self.thinking is not None else wanted
 
     def _format(self) -> dict[str, Any] | None:
         wanted = self.output_config.format if self.output_config else None
