@@ -183,6 +183,7 @@ class Preparer:
                 tools,
                 thinking=request.thinking,
                 variables=request.chat_template_kwargs or {},
+                end=request.prompt_end,
             )
         except FormatError as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error

@@ -15,6 +15,7 @@ from base.errors import StartupError
 from base.version import VERSION
 from gateway.detokenizer import ByteDetokenizer, TokenBytes, WindowDetokenizer
 from gateway.errors import ApiError
+from gateway.formats.conversation import PromptEnd
 from model.checkpoint import read_json
 from service.checkpoint import identify, positive_int, stop_token_ids
 
@@ -67,18 +68,22 @@ class CheckpointTokenizer:
         return ids
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: Mapping[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        variables: Mapping[str, Any],
+        end: PromptEnd,
     ) -> str:
         """The prompt that the chat template makes of these and of the variables. Raises ApiError if it refuses them."""
+        ends = {
+            "add_generation_prompt": end is PromptEnd.NEW_ANSWER,
+            "continue_final_message": end is PromptEnd.OPEN_MESSAGE,
+        }
         if reserved := variables.keys() & self._reserved_variables:
             name = min(reserved)
             raise ApiError(400, f"chat_template_kwargs: {name} cannot be set", param="chat_template_kwargs")
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages, tools=tools, tokenize=False, add_generation_prompt=True, **variables
-                )
-            )
+            return str(self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **ends, **variables))
         except TemplateError as error:
             raise ApiError(400, f"messages: the chat template refused them: {error}", param="messages") from error
         except Exception as error:  # from an expression of the template

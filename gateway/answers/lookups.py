@@ -5,7 +5,7 @@ from typing import Literal
 from typing_extensions import TypedDict
 
 from gateway.completer import Completer
-from gateway.requests.chat import ChatCompletionRequest, ConvertedRequest
+from gateway.requests.chat import ChatCompletionRequest, ChatPromptFields, ConvertedRequest
 from gateway.requests.responses import ResponsesRequest
 from gateway.requests.tokens import DetokenizeRequest, TokenizeRequest
 
@@ -98,9 +98,8 @@ def tokenize(request: TokenizeRequest, completer: Completer) -> Tokenized:
     if request.prompt is not None:
         token_ids = tokenizer.encode(request.prompt, special_tokens=request.add_special_tokens is not False)
     else:
-        chat = ChatCompletionRequest.model_construct(
-            messages=request.messages, tools=request.tools, chat_template_kwargs=request.chat_template_kwargs
-        )
+        how = {name: getattr(request, name) for name in ChatPromptFields.model_fields}
+        chat = ChatCompletionRequest.model_construct(messages=request.messages, tools=request.tools, **how)
         token_ids, _ = completer.preparer.chat_prompt(chat, special_tokens=request.add_special_tokens is True)
     return {
         "count": len(token_ids),

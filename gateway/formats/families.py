@@ -6,18 +6,29 @@ from typing import Any, TypeAlias
 from jinja2 import Environment, TemplateSyntaxError
 
 from gateway.formats import deepseek_v32, glm, hermes, json_calls
-from gateway.formats.conversation import BEGIN_OF_REASONING, END_OF_REASONING, Message, Prompt, arguments_of, content_of
+from gateway.formats.conversation import (
+    BEGIN_OF_REASONING,
+    END_OF_REASONING,
+    Message,
+    Prompt,
+    PromptEnd,
+    arguments_of,
+    check_end,
+    content_of,
+)
 from gateway.formats.grammar import CallGrammar, choice
 from gateway.formats.parsing import CallParser
 from gateway.formats.tools import CallRules, Tool, ToolSet
 
-_Renderer: TypeAlias = Callable[[Sequence[Message], Sequence[Tool], bool | None, Mapping[str, Any]], Prompt]
-"""Arguments: messages, tools, whether to think, variables."""
+_Renderer: TypeAlias = Callable[[Sequence[Message], Sequence[Tool], bool | None, Mapping[str, Any], PromptEnd], Prompt]
+"""Arguments: messages, tools, whether to think, variables, end."""
 _SYNTAXES: tuple[type[CallParser], ...] = (deepseek_v32.DsmlParser, glm.GlmParser, hermes.HermesParser)
 CALL_PARSERS = (*(syntax.name for syntax in _SYNTAXES), "none")
 """The values of --tool-call-parser."""
-ApplyTemplate: TypeAlias = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, Mapping[str, Any]], str]
-"""Renders messages, tools (None: there are none) and variables, with the generation prompt at the end."""
+ApplyTemplate: TypeAlias = Callable[
+    [list[dict[str, Any]], list[dict[str, Any]] | None, Mapping[str, Any], PromptEnd], str
+]
+"""Renders messages, tools (None: there are none) and variables."""
 
 
 def template_renderer(source: str, apply: ApplyTemplate, reasons: bool) -> _Renderer:
@@ -43,11 +54,15 @@ def template_renderer(source: str, apply: ApplyTemplate, reasons: bool) -> _Rend
         return rendered
 
     def render(
-        messages: Sequence[Message], tools: Sequence[Tool], thinking: bool | None, variables: Mapping[str, Any]
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        thinking: bool | None,
+        variables: Mapping[str, Any],
+        end: PromptEnd,
     ) -> Prompt:
         if thinking is not None and not {"thinking", "enable_thinking"} & variables.keys():
             variables = {**variables, "thinking": thinking, "enable_thinking": thinking}
-        text = apply(list(map(as_templates_expect, messages)), [dict(tool) for tool in tools] or None, variables)
+        text = apply(list(map(as_templates_expect, messages)), [dict(tool) for tool in tools] or None, variables, end)
         return Prompt(text, reasons and text.rstrip().endswith(BEGIN_OF_REASONING))
 
     return render
@@ -79,13 +94,15 @@ class ChatFormat:
         *,
         thinking: bool | None = None,
         variables: Mapping[str, Any] | None = None,
+        end: PromptEnd = PromptEnd.NEW_ANSWER,
     ) -> Prompt:
         """The prompt. Raises FormatError for a conversation that cannot be rendered.
 
         thinking: whether to reason first; None: the family's default. variables: chat_template_kwargs, of which
         `thinking` and `enable_thinking` win over the argument.
         """
-        prompt = self._renderer(messages, tools, thinking, variables or {})
+        check_end(messages, end)
+        prompt = self._renderer(messages, tools, thinking, variables or {}, end)
         return prompt if self.end_of_reasoning else Prompt(prompt.text, reasoning=False)
 
     def parser(self, rules: CallRules, *, reasoning: bool, whole_calls: bool = False) -> CallParser:

@@ -1,11 +1,12 @@
 """POST /v1/chat/completions, and bodies of endpoints that are answered by way of a chat completion."""
 
 from abc import ABC, abstractmethod
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from gateway.formats.conversation import PromptEnd
 from gateway.formats.tools import CallRules, ToolSet
 from gateway.requests.body import OF_MESSAGES, FieldPolicy, JsonObject, Piece, RequestBody, invalid
 from gateway.requests.generation import MAX_STOP_CHARS, MAX_STOPS, CommonFields, GenerationRequest
@@ -117,7 +118,29 @@ class NamedTool(Piece):
     function: _NamedFunction
 
 
-class ChatCompletionRequest(GenerationRequest):
+class ChatPromptFields(Piece):
+    """How a conversation becomes a prompt."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+
+    @model_validator(mode="after")
+    def _end_in_one_way(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise PydanticCustomError(
+                "continue_final_message", "continue_final_message: not together with add_generation_prompt"
+            )
+        return self
+
+    @property
+    def prompt_end(self) -> PromptEnd:
+        if self.continue_final_message:
+            return PromptEnd.OPEN_MESSAGE
+        return PromptEnd.LAST_MESSAGE if self.add_generation_prompt is False else PromptEnd.NEW_ANSWER
+
+
+class ChatCompletionRequest(GenerationRequest, ChatPromptFields):
     """The body of POST /v1/chat/completions."""
 
     prompt_field = "messages"
@@ -132,7 +155,6 @@ class ChatCompletionRequest(GenerationRequest):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    chat_template_kwargs: TemplateVariables | None = None
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> "ChatCompletionRequest":

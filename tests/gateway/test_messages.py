@@ -217,7 +217,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         },
         "messages.0.content.0.content.0: expected a block of type text or search_result, found one of type 'image'",
     ),
-    ({"messages": [QUESTION, {"role": "assistant", "content": "It"}]}, "messages: expected the user's turn last"),
     ({"system": [{"type": "image"}]}, "system.0.type: "),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type: "),
     ({"tools": [{"name": "x"}]}, "tools.0.input_schema: "),

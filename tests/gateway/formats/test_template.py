@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from gateway.formats.conversation import PromptEnd
 from gateway.formats.families import CALL_PARSERS, ChatFormat, choose_format
 from gateway.formats.parsing import ContentDelta
 from gateway.formats.tools import CallRules, ToolSet
@@ -53,10 +54,19 @@ HERMES = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 
 
 def format_of(template: str, **options: Any) -> ChatFormat:
-    def apply(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: Mapping[str, Any]) -> str:
+    def apply(
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        variables: Mapping[str, Any],
+        end: PromptEnd,
+    ) -> str:
         # As transformers' apply_chat_template does it, in a sandbox.
         rendered, _ = render_jinja_template(
-            [messages], tools=tools, chat_template=template, add_generation_prompt=True, **variables
+            [messages],
+            tools=tools,
+            chat_template=template,
+            add_generation_prompt=end is PromptEnd.NEW_ANSWER,
+            **variables,
         )
         return str(rendered[0])
 
