@@ -1,7 +1,7 @@
 """POST /v1/chat/completions, and bodies of endpoints that are answered by way of a chat completion."""
 
 from abc import ABC, abstractmethod
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -145,7 +145,6 @@ class ChatCompletionRequest(GenerationRequest, ChatPromptFields):
 
     prompt_field = "messages"
     default_tokens = None
-    neutral: ClassVar = {"add_special_tokens": (False,)}
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None

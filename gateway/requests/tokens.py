@@ -1,6 +1,6 @@
 """POST /tokenize and /detokenize, as vLLM has them."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -16,8 +16,6 @@ class TokenizeRequest(RequestBody, ChatPromptFields):
     add_special_tokens: such as a begin of sequence; by default in front of a text, and not in front of a conversation,
     where the chat format writes its own.
     """
-
-    neutral: ClassVar = {"mm_processor_kwargs": ()}
 
     model: str | None = None
     prompt: str | None = None

@@ -218,6 +218,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "messages.0.content.0.content.0: expected a block of type text or search_result, found one of type 'image'",
     ),
     ({"system": [{"type": "image"}]}, "system.0.type: "),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls: not supported here other than True, found False"),
+    ({"add_special_tokens": True}, "add_special_tokens: not supported here other than False, found True"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type: "),
     ({"tools": [{"name": "x"}]}, "tools.0.input_schema: "),
     ({"tool_choice": {"type": "maybe"}}, "tool_choice: expected a choice of type auto, any, tool or none"),
