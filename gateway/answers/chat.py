@@ -8,11 +8,11 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from control.messages import Token
+from gateway.answers.kept import KeptAnswer
 from gateway.answers.openai import (
     Choice,
     CompletionDetails,
     Head,
-    KeptAnswer,
     OpenAIAnswer,
     PromptLogprobs,
     PromptTokenIds,

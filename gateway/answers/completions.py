@@ -7,10 +7,10 @@ from typing_extensions import TypedDict
 
 from control.messages import Token
 from control.prompt_logprobs import PromptLogprobTable
+from gateway.answers.kept import KeptAnswer
 from gateway.answers.openai import (
     Choice,
     Head,
-    KeptAnswer,
     OpenAIAnswer,
     PromptLogprobs,
     PromptTokenIds,
