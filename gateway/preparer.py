@@ -10,13 +10,12 @@ from base.errors import StartupError
 from control.grammar import Grammar, Lark
 from control.messages import Generate
 from gateway.attempt import TokenizedRequest
+from gateway.chat_reading import ChatReading
 from gateway.config import GatewayConfig
 from gateway.detokenizer import TextOptions
 from gateway.errors import ApiError, shown
 from gateway.formats.conversation import FormatError
 from gateway.formats.families import ChatFormat, choose_format
-from gateway.formats.parsing import CallParser
-from gateway.formats.tools import CallRules
 from gateway.registry import Capacity
 from gateway.requests.chat import ChatCompletionRequest, ConvertedRequest
 from gateway.requests.completions import CompletionRequest, Prompt
@@ -28,19 +27,6 @@ MAX_SETTINGS_BYTES = 8 << 20
 
 ApiRequest = CompletionRequest | ChatCompletionRequest
 GenerationBody = ApiRequest | ConvertedRequest
-
-
-@dataclass(frozen=True)
-class ChatReading:
-    """How the answers of a chat are taken apart. reasoning: they begin with it."""
-
-    format: ChatFormat
-    calls: CallRules
-    reasoning: bool
-
-    def parser(self, whole: bool) -> CallParser:
-        """A parser of one answer. whole: the answer does not stream, so calls that break are text."""
-        return self.format.parser(self.calls, reasoning=self.reasoning, whole_calls=whole)
 
 
 @dataclass(frozen=True)
@@ -257,10 +243,9 @@ def _grammar(
     """
     field, structure = request.structure() or (None, None)
     after = reading.format.end_of_reasoning if reading is not None and reading.reasoning else None
-    # A call that is forced has no other structure, and where the text has one, a call that is not forced has no place.
-    if reading is not None and reading.calls.need_grammar and (reading.calls.forced or structure is None):
+    if reading is not None:
         try:
-            calls = reading.format.call_grammar(reading.calls, added_ids)
+            calls = reading.call_grammar(structure, added_ids)
         except FormatError as error:
             names = shown(", ".join(reading.calls.tools.names))
             raise ApiError(400, f"tools: {error}: {names}", param="tools") from error

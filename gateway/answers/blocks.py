@@ -6,8 +6,8 @@ from typing import Literal
 
 from gateway.answers.streamed import CHARACTER_BYTES, StreamedAnswer
 from gateway.attempt import Delta
+from gateway.chat_reading import ChatReading
 from gateway.formats.parsing import CallArguments, CallBegin, CallEnd, ContentDelta, Event, ReasoningDelta
-from gateway.preparer import ChatReading
 
 
 @dataclass

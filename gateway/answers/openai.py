@@ -150,7 +150,8 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
             choice["token_ids"] = [token.token_id for token in delta.tokens]
         choices = [choice]
         if finish_reason is not None:
-            choices = self._ending({**choice, "stop_reason": delta.stop})
+            choices = self._ending(choice)
+            choices[-1]["stop_reason"] = delta.stop
         return [self._chunk([each]) for each in choices]
 
     def encode_delta(self, index: int, delta: Delta) -> bytes:

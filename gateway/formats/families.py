@@ -114,11 +114,16 @@ class ChatFormat:
             return hermes.HermesParser(CallRules(ToolSet(())), end_of_reasoning=end, whole_calls=whole_calls)
         return syntax(rules, end_of_reasoning=end, whole_calls=whole_calls)
 
-    def call_grammar(self, rules: CallRules, token_ids: Mapping[str, int] | None = None) -> str | None:
+    def call_grammar(
+        self,
+        rules: CallRules,
+        token_ids: Mapping[str, int] | None = None,
+        schema: Mapping[str, Any] | None = None,
+    ) -> str | None:
         """A grammar (llguidance's Lark) of an answer after its reasoning; None if the format has no calls.
 
-        token_ids: the tokenizer's added tokens, by their text. Raises FormatError if the grammar is longer than decode
-        nodes take.
+        token_ids: the tokenizer's added tokens, by their text. schema: of the answer, unless it calls; None: any text,
+        with calls in it. Raises FormatError if the grammar is longer than decode nodes take.
         """
         syntax = self._syntax_of(rules)
         if syntax is None:
@@ -133,19 +138,22 @@ class ChatFormat:
             begin, end = map(grammar.literal, (syntax.begin_of_call(name), syntax.end_of_call))
             calls.append(grammar.rule(f"call_{number}", f"{begin} {arguments} {end}"))
         block = syntax.calls_grammar(grammar, grammar.rule("call", choice(calls)), rules.parallel)
-        return grammar.text(_answer(grammar, syntax, rules, grammar.rule("calls", block)))
+        return grammar.text(_answer(grammar, syntax, rules, grammar.rule("calls", block), schema))
 
     def _syntax_of(self, rules: CallRules) -> type[CallParser] | None:
         return json_calls.JsonCallParser if self._syntax is None and rules.forced else self._syntax
 
 
-def _answer(grammar: CallGrammar, syntax: type[CallParser], rules: CallRules, calls: str) -> str:
-    """Calls alone, or text that may have calls. calls: the rule of what follows an opener."""
-    if rules.forced:
+def _answer(
+    grammar: CallGrammar, syntax: type[CallParser], rules: CallRules, calls: str, schema: Mapping[str, Any] | None
+) -> str:
+    """Calls alone, JSON or calls, or text that may have calls. calls: the rule of what follows an opener."""
+    if rules.forced or schema is not None:
         more = ""
         if rules.parallel and syntax.separator is not None:
             more = f"({grammar.literal(syntax.separator + syntax.opener)} {calls})*"
-        return f"{grammar.literal(syntax.lead + syntax.opener)} {calls} {more} {grammar.literal(syntax.trail)}"
+        alone = f"{grammar.literal(syntax.lead + syntax.opener)} {calls} {more} {grammar.literal(syntax.trail)}"
+        return alone if schema is None else f"{grammar.json('text', schema, {}, 'the answer')} | {alone}"
     text = grammar.rule("text", "/(?s:.*)/")
     called = f"{grammar.string('opened', {}, syntax.opener)} {calls}"
     return f"({called})* {text}" if rules.parallel else f"{text} | {called}"

@@ -92,7 +92,7 @@ class CallRules:
 
     @property
     def need_grammar(self) -> bool:
-        return bool(self.tools) and (self.forced or not self.parallel or bool(self.strict))
+        return self.forced or not self.parallel or bool(self.strict)
 
     def follows_schema(self, name: str) -> bool:
         """Whether the arguments of a tool have to follow its schema."""

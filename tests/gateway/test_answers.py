@@ -14,9 +14,10 @@ from gateway.answers.completions import CompletionAnswer
 from gateway.answers.openai import OpenAIAnswer
 from gateway.answers.streamed import Column, encode_json
 from gateway.attempt import Delta, TokenizedRequest
+from gateway.chat_reading import ChatReading
 from gateway.detokenizer import TextOptions
 from gateway.formats.tools import CallRules, ToolSet
-from gateway.preparer import ApiRequest, ChatReading, PreparedRequest
+from gateway.preparer import ApiRequest, PreparedRequest
 from gateway.requests.chat import ChatCompletionRequest
 from gateway.requests.completions import CompletionRequest
 from tests.gateway.formats.examples import TOOLS, parsing_format

@@ -102,6 +102,24 @@ def test_a_forced_call_goes_before_a_response_format(glm: World, choice: Any) ->
     assert accepts(grammar(glm), glm_call("Rome"))
 
 
+@pytest.mark.parametrize("form", ["json_object", "json_schema"])
+def test_a_call_may_stand_in_place_of_json(deepseek: World, form: str) -> None:
+    deepseek.says(ONE)
+    answer = deepseek.chat(QUESTION, response_format=FORM if form == "json_schema" else {"type": form})
+    assert answer.choices[0].finish_reason == "tool_calls"
+    texts = ('{"a": 1}', ONE, TWO, "Hello.", "[]", "I look." + ONE)
+    assert [accepts(grammar(deepseek), text) for text in texts] == [True, True, True, False, False, False]
+
+
+def test_no_call_stands_in_place_of_another_structure(deepseek: World) -> None:
+    deepseek.says("a")
+    for structure in ({"regex": "a"}, {"json": "true"}, {"json": "{"}):
+        deepseek.chat(QUESTION, extra_body={"structured_outputs": structure})
+        found = deepseek.decode.generated[-1].grammar
+        assert found is not None
+        assert not isinstance(found.structure, Lark)
+
+
 @pytest.mark.parametrize("end", ["<tool_ca", "<tool_call>", "<tool_call>weather<arg_key>ci"])
 @pytest.mark.parametrize("path", PATHS)
 def test_a_forced_call_that_is_cut_off_is_no_text(glm: World, path: str, end: str) -> None:
@@ -134,6 +152,7 @@ def test_the_last_chunk_of_a_chat_has_the_reason_alone(glm: World) -> None:
     fields: dict[str, Any] = {"logprobs": True, "extra_body": {"return_token_ids": True}}
     *chunks, last = [chunk.choices[0] for chunk in glm.chat(QUESTION, stream=True, **fields)]
     assert all(choice.finish_reason is None for choice in chunks)
+    assert not any("stop_reason" in choice.model_dump() for choice in chunks)
     assert (last.delta.model_dump(exclude_none=True), last.finish_reason) == ({}, "tool_calls")
 
 

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from control.grammar import JSON_OBJECT, Grammar, JsonSchema, Lark, Regex, Structure, TextChoice
@@ -43,10 +44,11 @@ def test_text_is_free_by_default(http: httpx.Client, decode: FakeDecodeNode) -> 
 
 def test_behind_reasoning_the_structure_begins(glm: World) -> None:
     glm.says("well</think>{}")
-    glm.chat(QUESTION, response_format={"type": "json_object"})
+    glm.chat(QUESTION, tools=openai.omit, response_format={"type": "json_object"})
     assert glm.decode.generated[0].grammar == Grammar(structure=JSON_OBJECT, after="</think>")
     glm.says("{}")
-    glm.chat(QUESTION, response_format={"type": "json_object"}, extra_body={"reasoning_effort": "none"})
+    none = {"reasoning_effort": "none"}
+    glm.chat(QUESTION, tools=openai.omit, response_format={"type": "json_object"}, extra_body=none)
     assert glm.decode.generated[0].grammar == Grammar(structure=JSON_OBJECT)
 
 
