@@ -161,7 +161,9 @@ class Preparer:
         tools = request.usable_tools
         calls = request.call_rules()
         if tools and not (self._chat_format.knows_tools or calls.forced):
-            message = "tools: this model's chat template tells it of no tools; only a call that is required can be had"
+            message = (
+                "tools: this model's chat template has no place for them: only a call can be required (tool_choice)"
+            )
             raise ApiError(400, message, param="tools")
         try:
             prompt = self._chat_format.render(
