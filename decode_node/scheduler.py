@@ -237,6 +237,9 @@ class Scheduler:
 
     def _take_token(self, request: Request, token: Token | NoToken) -> bool:
         """Stream a request's next token. Whether it goes on."""
+        if token is NoToken.NOTHING_ALLOWED:
+            self.end(request, "invalid", str(token))
+            return False
         if isinstance(token, NoToken):
             self.end(request, "error", f"decode step failed: {token}")
             return False
@@ -256,7 +259,11 @@ class Scheduler:
     def _step_failed(self, request_ids: Sequence[str], error: Exception) -> None:
         for request_id in request_ids:
             if request := self.requests.get(request_id):
-                self.end(request, "error", f"decode step failed: {error}")
+                if isinstance(error, GrammarViolation):
+                    # No token fits: the client's mistake.
+                    self.end(request, "invalid", str(error))
+                else:
+                    self.end(request, "error", f"decode step failed: {error}")
 
     # --- endings ---
 

@@ -19,6 +19,7 @@ in_env() {
 # litellm needs mcp, and does not say so.
 in_env litellm litellm mcp
 in_env langchain langchain-openai
+in_env agents "pydantic-ai-slim[openai,anthropic]" instructor
 in_env aiperf aiperf
 # guidellm needs torch, but no GPU.
 in_env guidellm "torch==$TORCH_VERSION+cpu" 2>/dev/null ||

@@ -36,7 +36,10 @@ class NoToken(Enum):
     def __str__(self) -> str:
         if self is NoToken.NOT_FINITE:
             return "the logits to draw from are not finite numbers"
-        return "what the request allows leaves no token to choose"
+        return (
+            "what the request allows (by the structure of its answer, allowed_token_ids, bad_words, min_tokens) leaves "
+            "no token to choose"
+        )
 
 
 @dataclass(frozen=True)

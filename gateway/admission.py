@@ -1,5 +1,6 @@
-"""Middleware in front of the API: checks the key, bounds bodies, and bounds the requests that are served at a time."""
+"""Middleware in front of the API: checks who asks, bounds bodies, and bounds the requests that are served at a time."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prometheus_client import Counter
@@ -7,7 +8,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.endpoints import ENDPOINTS
-from gateway.errors import ApiError
+from gateway.errors import ApiError, shown
 from gateway.held_answers import HeldAnswers
 from gateway.keys import ApiKeys
 
@@ -52,23 +53,33 @@ class RequestBytes:
 
 
 class Admission:
-    """ASGI middleware. keys: None lets everyone in. refused: counts refusals by reason."""
+    """ASGI middleware. refused: counts refusals by reason.
+
+    keys: None lets everyone in but web pages, which may post only from this gateway's origin and from `origins`.
+    """
 
     def __init__(
-        self, app: ASGIApp, keys: ApiKeys | None, limits: RequestLimits, answers: HeldAnswers, refused: Counter
+        self,
+        app: ASGIApp,
+        keys: ApiKeys | None,
+        limits: RequestLimits,
+        answers: HeldAnswers,
+        refused: Counter,
+        origins: Sequence[str] = (),
     ) -> None:
         self._app = app
         self.answers = answers
         self._keys = keys
         self._limits = limits
         self._refused = refused
+        self._origins = frozenset(origins)
         self.serving = 0
         """Requests that were admitted and are not answered completely."""
         self.held = 0
         """Their bytes."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
+        if scope["type"] != "http" or scope["path"].removesuffix("/") in _OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         counted = RequestBytes(self)
@@ -101,12 +112,30 @@ class Admission:
             if not {"authorization", "x-api-key"} & set(request.headers):
                 message = "no API key: expected the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             raise self._refused_with("api_key", ApiError(401, message, code="invalid_api_key"))
+        if request.method == "POST":
+            self._check_page(request)
         declared = int(request.headers.get("content-length", 0))
         self._check_size(declared)
         if self.serving >= self._limits.max_concurrent_requests:
             raise self._busy("too_many_requests", f"serves {self.serving} requests already")
         counted.body(declared)
         return client_key
+
+    def _check_page(self, request: Request) -> None:
+        """Raises ApiError for what any web page can have a browser post to a service on the user's own machine.
+
+        Browsers name the page's origin, and post JSON across origins only after asking, which this gateway declines.
+        """
+        media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        if media_type != "application/json" and not media_type.endswith("+json"):
+            text = f"content-type: expected application/json, found {shown(media_type)}"
+            raise self._refused_with("media_type", ApiError(415, text, code="unsupported_media_type"))
+        origin = request.headers.get("origin")
+        if self._keys is not None or origin is None or origin in self._origins:
+            return
+        if origin.partition("://")[2] != request.headers.get("host"):
+            text = f"web pages of {shown(origin)} may not post here: allow them with --allowed-origin of the gateway"
+            raise self._refused_with("origin", ApiError(403, text, code="origin_not_allowed"))
 
     def _key_of(self, request: Request) -> bytes | None:
         """The accepted key that OpenAI's or Anthropic's header has, or None. Without keys, whatever is sent as one."""

@@ -39,6 +39,8 @@ class TokenizedRequest:
     deadline: float
     block_hashes: BlockHashes | None = field(default=None, compare=False)
     """Of the prompt's blocks, by which the gateway looks for a node that has them; None if it does not."""
+    structure_field: str | None = None
+    """The field of the body that the grammar was made of."""
 
     @property
     def request_id(self) -> str:
@@ -69,7 +71,8 @@ class Delta(NamedTuple):
 
     text: that of a token may come with a later delta. offsets: where in the answer's text each token begins, counted
     with the stop string. first: the answer begins with these tokens; earlier ones came from a node that failed. stop:
-    the stop string that ended the answer. prompt: with the first tokens, the prompt's log probabilities, if asked for.
+    the stop string, or the token of the request's `stop_token_ids`, that ended the answer. prompt: with the first
+    tokens, the prompt's log probabilities, if asked for.
     """
 
     text: str
@@ -77,7 +80,7 @@ class Delta(NamedTuple):
     offsets: tuple[int, ...]
     finish_reason: EndReason | None
     first: bool = False
-    stop: str | None = None
+    stop: str | int | None = None
     prompt: PromptLogprobTable | None = None
 
 
@@ -265,7 +268,8 @@ class Attempt:
         if output.finish_reason == "abort":
             return NodeFailed(f"aborted by its decode node: {output.error or 'no reason given'}")
         if output.finish_reason == "invalid":
-            return ApiError(400, output.error or "the request cannot be carried out")
+            field, reason = self.request.structure_field, output.error or "the request cannot be carried out"
+            return ApiError(400, reason if field is None else f"{field}: {reason}", param=field)
         log.warning(
             "decode node ended a request with an error",
             request_id=output.request_id,

@@ -56,6 +56,14 @@ class GatewayConfig(ProcessConfig):
     prefix_cache_per_key: Annotated[
         bool, Flag("Clients with different API keys share no cached prefixes: none can tell what others have sent.")
     ] = False
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Flag(
+            "Origin whose web pages may post without an API key, as https://chat.example; may be repeated. The "
+            "gateway's own may.",
+            name="--allowed-origin",
+        ),
+    ] = ()
     ssl_certfile: Annotated[Path | None, Flag("Certificate chain (PEM): serve HTTPS.")] = None
     ssl_keyfile: Annotated[Path | None, Flag("Private key (PEM) of --ssl-certfile.")] = None
     max_body_mib: Annotated[

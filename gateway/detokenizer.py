@@ -203,7 +203,8 @@ class TextOptions:
     """How the text of an answer is made of its tokens.
 
     stops: strings that end it. includes_stop: they are part of it. min_tokens: nothing ends it before. skipped: tokens
-    that are not part of it. prompt_only: it has none, though a decode node generates at least one.
+    that are not part of it. prompt_only: it has none, though a decode node generates at least one. stop_token_ids: the
+    request's own, by which it is told that the answer ended.
     """
 
     stops: tuple[str, ...] = ()
@@ -211,16 +212,18 @@ class TextOptions:
     min_tokens: int = 0
     skipped: frozenset[int] = frozenset()
     prompt_only: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
 
 
 class ChoiceText:
     """Detokenizes an answer and ends it at a stop string."""
 
-    __slots__ = ("_detokenizer", "_length", "_matcher", "_min_tokens", "_prompt_only")
+    __slots__ = ("_detokenizer", "_length", "_matcher", "_min_tokens", "_prompt_only", "_stop_token_ids")
 
     def __init__(self, detokenizer: ByteDetokenizer | WindowDetokenizer, options: TextOptions) -> None:
         self._prompt_only = options.prompt_only
         self._min_tokens = options.min_tokens
+        self._stop_token_ids = options.stop_token_ids
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(options.stops, options.includes_stop)
         self._length = 0
@@ -242,12 +245,15 @@ class ChoiceText:
                 break
         # Attempts keep other reasons to themselves.
         finish_reason: EndReason | None = output.finish_reason  # type: ignore[assignment]
+        stop: str | int | None = None
         if finish_reason is not None and matcher.stop is None:
+            if finish_reason == "stop" and output.tokens and output.tokens[-1].token_id in self._stop_token_ids:
+                stop = output.tokens[-1].token_id
             piece = self._detokenizer.finish()
             self._length += len(piece)
             text += matcher.push(piece, ends=True)
             text += matcher.finish()
         if matcher.stop is not None:
-            finish_reason = "stop"
+            finish_reason, stop = "stop", matcher.stop
         tokens = output.tokens[: len(offsets)]
-        return Delta(text, tokens, tuple(offsets), finish_reason, output.start == 0, matcher.stop)
+        return Delta(text, tokens, tuple(offsets), finish_reason, output.start == 0, stop)

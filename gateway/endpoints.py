@@ -84,6 +84,13 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ResponseAnswer,
         "resp_",
     ),
+    Computes(
+        "/v1/responses/input_tokens",
+        "Count the tokens of a response's input",
+        lookups.InputTokens,
+        ResponsesRequest,
+        lookups.count_input,
+    ),
     Generates(
         "/v1/messages", "Answer a conversation, in Anthropic's form", Message, MessagesRequest, MessageAnswer, "msg_"
     ),

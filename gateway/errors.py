@@ -1,7 +1,8 @@
 """Errors that clients are told, as OpenAI's error objects or, where its API is spoken, as Anthropic's."""
 
 import math
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal, NotRequired
 
 from starlette.responses import JSONResponse, Response
@@ -71,6 +72,7 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     retry_after: float | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.message
@@ -88,7 +90,7 @@ class ApiError(Exception):
 
     def response(self, path: str = "") -> Response:
         """path: of the request, which decides the form."""
-        headers = {}
+        headers = dict(self.headers)
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
         if self.status == 401:

@@ -24,10 +24,11 @@ _GUARDED = {
     429: "The gateway serves as much as it may: try again later",
     500: "Something failed: try again",
 }
-_GENERATES = {403: "The client may not go before others (`priority`)"}
 _FAILURES = {
     400: "Something in the request is wrong; the message names it",
+    403: "The client may not go before others (`priority`), or a web page of another origin asks",
     404: "There is no such model",
+    415: "The body is not JSON",
     503: "The service cannot take the request now",
     504: "The request took too long",
 }
@@ -77,7 +78,6 @@ def document() -> Json:
             responses |= refused(path, _FAILURES)
             described["requestBody"] = {"required": True, "content": content(endpoint.body)}
         if isinstance(endpoint, Generates):
-            responses |= refused(path, _GENERATES)
             answered["content"]["text/event-stream"] = {"schema": _EVENT}
         if path == "/ready":
             responses["503"] = {"description": NotReady.__doc__, "content": content(NotReady)}

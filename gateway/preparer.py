@@ -10,13 +10,12 @@ from base.errors import StartupError
 from control.grammar import Grammar, Lark
 from control.messages import Generate
 from gateway.attempt import TokenizedRequest
+from gateway.chat_reading import ChatReading
 from gateway.config import GatewayConfig
 from gateway.detokenizer import TextOptions
 from gateway.errors import ApiError, shown
 from gateway.formats.conversation import FormatError
 from gateway.formats.families import ChatFormat, choose_format
-from gateway.formats.parsing import CallParser
-from gateway.formats.tools import ToolSet
 from gateway.registry import Capacity
 from gateway.requests.chat import ChatCompletionRequest, ConvertedRequest
 from gateway.requests.completions import CompletionRequest, Prompt
@@ -28,19 +27,6 @@ MAX_SETTINGS_BYTES = 8 << 20
 
 ApiRequest = CompletionRequest | ChatCompletionRequest
 GenerationBody = ApiRequest | ConvertedRequest
-
-
-@dataclass(frozen=True)
-class ChatReading:
-    """How the answers of a chat are taken apart. tools: those that may be called. reasoning: they begin with it."""
-
-    format: ChatFormat
-    tools: ToolSet
-    reasoning: bool
-
-    def parser(self, whole: bool) -> CallParser:
-        """A parser of one answer. whole: the answer does not stream, so calls that break are text."""
-        return self.format.parser(self.tools, reasoning=self.reasoning, whole_calls=whole)
 
 
 @dataclass(frozen=True)
@@ -120,8 +106,9 @@ class Preparer:
         sampling = request.sampling(self.tokenizer)
         prompts, reading = self._prompts(request, arrival.capacity)
         own_stops = () if request.ignore_eos else self.tokenizer.stop_token_ids
+        self.tokenizer.check_ids(request.stop_token_ids or (), "stop_token_ids")
         stop_token_ids = (*own_stops, *(request.stop_token_ids or ()))
-        grammar = _grammar(request, reading, self.tokenizer.added_ids)
+        field, grammar = _grammar(request, reading, self.tokenizer.added_ids)
         request.check_prompt_logprobs(sum(map(len, prompts)))
         prompt_logprobs = request.requested_prompt_logprobs()
         salt = _salt(request.cache_salt, arrival.salt_key)
@@ -144,11 +131,12 @@ class Preparer:
                 arrived=arrival.time,
                 deadline=arrival.deadline,
                 block_hashes=None if self._block_hasher is None else self._block_hasher(prompt_ids, salt),
+                structure_field=None if field is None else body.names.get(field, field),
             )
             for number, prompt_ids in enumerate(prompts)
         ]
         _check_settings(firsts)
-        text = self._text_options(request, reading, stop_token_ids)
+        text = self._text_options(request, reading, own_stops)
         return PreparedRequest(request, request_id, _choices(firsts, choices), text, body, reading)
 
     def _prompts(self, request: ApiRequest, capacity: Capacity) -> tuple[list[list[int]], ChatReading | None]:
@@ -171,17 +159,24 @@ class Preparer:
         if self._chat_format is None:
             raise ApiError(400, "this model has no chat template: use /v1/completions", param="messages")
         tools = request.usable_tools
+        calls = request.call_rules()
+        if tools and not (self._chat_format.knows_tools or calls.forced):
+            message = (
+                "tools: this model's chat template has no place for them: only a call can be required (tool_choice)"
+            )
+            raise ApiError(400, message, param="tools")
         try:
             prompt = self._chat_format.render(
                 [message.rendered() for message in request.messages],
                 tools,
                 thinking=request.thinking,
                 variables=request.chat_template_kwargs or {},
+                end=request.prompt_end,
             )
         except FormatError as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
         token_ids = self.tokenizer.encode(prompt.text, special_tokens=special_tokens)
-        return token_ids, ChatReading(self._chat_format, ToolSet(tools), prompt.reasoning)
+        return token_ids, ChatReading(self._chat_format, calls, prompt.reasoning)
 
     def _prompt_ids(self, request: CompletionRequest, prompt: Prompt, capacity: Capacity) -> list[int]:
         if isinstance(prompt, str):
@@ -191,9 +186,8 @@ class Preparer:
         self.tokenizer.check_ids(prompt, "prompt")
         return prompt
 
-    def _text_options(
-        self, request: ApiRequest, reading: ChatReading | None, stop_token_ids: Sequence[int]
-    ) -> TextOptions:
+    def _text_options(self, request: ApiRequest, reading: ChatReading | None, own_stops: Sequence[int]) -> TextOptions:
+        stop_token_ids = (*own_stops, *(request.stop_token_ids or ()))
         skipped = self.tokenizer.special_ids if reading is None else self._skipped_in_chats
         if request.skip_special_tokens is False:
             skipped = frozenset()
@@ -206,6 +200,7 @@ class Preparer:
             min_tokens=request.min_tokens or 0,
             skipped=skipped,
             prompt_only=request.prompt_only,
+            stop_token_ids=frozenset(request.stop_token_ids or ()).difference(own_stops),
         )
 
 
@@ -241,23 +236,24 @@ def _choices(firsts: Sequence[TokenizedRequest], choices: int) -> tuple[Tokenize
     return tuple(choice_of(first, number, choice) for number, first in enumerate(firsts) for choice in range(choices))
 
 
-def _grammar(request: ApiRequest, reading: ChatReading | None, added_ids: Mapping[str, int]) -> Grammar | None:
-    """What the answers have to look like, after their reasoning. added_ids: added tokens by text. Raises ApiError."""
-    structure = request.structure()
+def _grammar(
+    request: ApiRequest, reading: ChatReading | None, added_ids: Mapping[str, int]
+) -> tuple[str | None, Grammar | None]:
+    """What the answers have to look like, after their reasoning, and the field that says so. Raises ApiError.
+
+    added_ids: added tokens by text.
+    """
+    field, structure = request.structure() or (None, None)
     after = reading.format.end_of_reasoning if reading is not None and reading.reasoning else None
-    if isinstance(request, ChatCompletionRequest) and (tools := ToolSet(request.required_tools)):
-        if structure is not None:
-            raise ApiError(400, "tool_choice: a required call has no other structure", param="tool_choice")
-        assert reading is not None
-        parallel = request.parallel_tool_calls is not False
+    if reading is not None:
         try:
-            calls = reading.format.call_grammar(tools, parallel=parallel, token_ids=added_ids)
+            calls = reading.call_grammar(structure, added_ids)
         except FormatError as error:
-            raise ApiError(400, f"tools: {error}: {shown(', '.join(tools.names))}", param="tools") from error
-        if calls is None:
-            raise ApiError(400, "tool_choice: this model's format has no tool calls", param="tool_choice")
-        structure = Lark(grammar=calls)
-    return None if structure is None else Grammar(structure=structure, after=after)
+            names = shown(", ".join(reading.calls.tools.names))
+            raise ApiError(400, f"tools: {error}: {names}", param="tools") from error
+        if calls is not None:
+            field, structure = "tools", Lark(grammar=calls)
+    return field, None if structure is None else Grammar(structure=structure, after=after)
 
 
 def _salt(given: str | None, client_key: bytes | None) -> str:

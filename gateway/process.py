@@ -129,7 +129,7 @@ class Gateway:
         self._answers = HeldAnswers(
             config.max_answer_mib << 20, config.max_total_answer_mib << 20, self.metrics.answers_ended
         )
-        self._admission = Admission(app, keys, limits, self._answers, self.metrics.http_refused)
+        self._admission = Admission(app, keys, limits, self._answers, self.metrics.http_refused, config.allowed_origins)
         self._http = HttpServer(
             self._admission,
             self._listener,

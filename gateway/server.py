@@ -76,7 +76,7 @@ async def _error_response(request: Request, error: Exception) -> Response:
         case ApiError():
             told = error
         case HTTPException():
-            told = ApiError(error.status_code, f"{request.url.path}: {error.detail}")
+            told = ApiError(error.status_code, f"{request.url.path}: {error.detail}", headers=error.headers or {})
         case ClientDisconnect():
             # In the middle of its body: nobody reads this answer.
             return Response(status_code=CLIENT_LEFT)

@@ -1,6 +1,7 @@
 """What the gateway reads of a checkpoint: tokenizer, chat template, vocabulary, stop tokens and context length."""
 
 from collections.abc import Collection, Mapping, Sequence
+from hashlib import sha256
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from base.errors import StartupError
+from base.version import VERSION
 from gateway.detokenizer import ByteDetokenizer, TokenBytes, WindowDetokenizer
 from gateway.errors import ApiError
+from gateway.formats.conversation import PromptEnd
 from model.checkpoint import read_json
 from service.checkpoint import identify, positive_int, stop_token_ids
 
@@ -38,6 +41,8 @@ class CheckpointTokenizer:
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             raise StartupError(f"--model-path {model_path}: cannot load its tokenizer: {first_line}") from error
         self.identity = identify(directory)
+        self.system_fingerprint = "fp_" + sha256(f"{VERSION} {self.identity}".encode()).hexdigest()[:10]
+        """Of this version and the checkpoint, for clients that compare answers."""
         self.vocab_size = self.identity.vocab_size
         self.context_length = positive_int(config, "max_position_embeddings", directory)
         self.stop_token_ids = stop_token_ids(directory)
@@ -63,18 +68,22 @@ class CheckpointTokenizer:
         return ids
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: Mapping[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        variables: Mapping[str, Any],
+        end: PromptEnd,
     ) -> str:
         """The prompt that the chat template makes of these and of the variables. Raises ApiError if it refuses them."""
+        ends = {
+            "add_generation_prompt": end is PromptEnd.NEW_ANSWER,
+            "continue_final_message": end is PromptEnd.OPEN_MESSAGE,
+        }
         if reserved := variables.keys() & self._reserved_variables:
             name = min(reserved)
             raise ApiError(400, f"chat_template_kwargs: {name} cannot be set", param="chat_template_kwargs")
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages, tools=tools, tokenize=False, add_generation_prompt=True, **variables
-                )
-            )
+            return str(self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **ends, **variables))
         except TemplateError as error:
             raise ApiError(400, f"messages: the chat template refused them: {error}", param="messages") from error
         except Exception as error:  # from an expression of the template

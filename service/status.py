@@ -50,11 +50,11 @@ def status_router(
     """The status routes; /health needs no other process. not_ready_reason: None if ready. refresh: updates gauges."""
     router = APIRouter()
 
-    @router.get("/health")
+    @router.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Health:
         return {"status": "ok"}
 
-    @router.get("/ready")
+    @router.api_route("/ready", methods=["GET", "HEAD"])
     async def readiness(response: Response) -> Ready | NotReady:
         if (reason := not_ready_reason()) is None:
             return {"status": "ready"}

@@ -3,9 +3,10 @@
 import json
 
 from control.grammar import JSON_OBJECT, JsonSchema, Lark, Regex, Structure, TextChoice
+from gateway.formats.conversation import Prompt
+from gateway.formats.families import ChatFormat
 from gateway.formats.glm import GlmParser
-from gateway.formats.grammar import CallGrammar
-from gateway.formats.tools import ToolSet
+from gateway.formats.tools import CallRules, ToolSet
 
 _ANSWER = json.dumps(
     {
@@ -45,8 +46,10 @@ _WIDE = {
 
 def _tool_call() -> tuple[Structure, str]:
     """A required call in GLM's format."""
-    rules, tool = CallGrammar({}), {"type": "function", "function": {"name": "f", "parameters": _SCHEMA}}
-    grammar = rules.text(GlmParser.call_grammar(rules, ToolSet([tool]), "f", "0"))
+    tools = ToolSet([{"type": "function", "function": {"name": "f", "parameters": _SCHEMA}}])
+    glm = ChatFormat(lambda *_: Prompt("", reasoning=False), GlmParser, reasons=False)
+    grammar = glm.call_grammar(CallRules(tools, forced=True, parallel=False))
+    assert grammar is not None
     arguments = "".join(
         f"<arg_key>{key}</arg_key><arg_value>{value if isinstance(value, str) else json.dumps(value)}</arg_value>"
         for key, value in json.loads(_ANSWER).items()

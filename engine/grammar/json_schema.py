@@ -1,6 +1,7 @@
 """JSON schemas as clients send them, made ready for llguidance."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -13,6 +14,7 @@ FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """What may stand between JSON's tokens. Bounded: a model that writes spaces for ever writes no answer."""
 
+_EMBEDDED = re.compile(r"%json\s*(?=\{)")
 _MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLE = (
@@ -68,6 +70,24 @@ def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     for key in _SINGLE:
         if isinstance(value := schema.get(key), dict):
             yield f"/{key}", value
+
+
+def embedded_schemas(lark: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """The JSON schemas that stand in a Lark grammar: (where it begins, where it ends, schema as `read_schema` has it).
+
+    Raises GrammarError for one that is nested too deep.
+    """
+    decoder, end = json.JSONDecoder(), 0
+    for match in _EMBEDDED.finditer(lark):
+        if match.end() < end:
+            continue
+        try:
+            schema, end = decoder.raw_decode(lark, match.end())
+        except (ValueError, RecursionError):
+            # llguidance says what is wrong.
+            continue
+        _simplify(schema, str(schema.get("$comment", "")), 1)
+        yield match.end(), end, schema
 
 
 def _simplify(schema: dict[str, Any], pointer: str, depth: int) -> None:

@@ -24,9 +24,9 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from pydantic import ValidationError
 
-from control.grammar import Grammar, JsonSchema, Structure
+from control.grammar import Grammar, JsonSchema, Lark, Regex, Structure
 from engine.grammar.errors import GrammarError
-from engine.grammar.json_schema import read_schema, subschemas, with_options
+from engine.grammar.json_schema import embedded_schemas, read_schema, subschemas, with_options
 from engine.grammar.translate import Translator
 
 HELD_BYTES = 64 * 2**20
@@ -36,6 +36,7 @@ _MEMORY = 2**30
 _STACK = 2**20
 _STEPS = 24
 _MESSAGE_LENGTH = 600
+_IN_TRANSLATION = re.compile(r"^at \d+\(\d+\): ")
 _EXCERPT = re.compile(r"\s*(\d+ \||\^+$)")
 
 
@@ -81,8 +82,9 @@ class Proofs:
             return text, self._compile(text)
         except GrammarError as error:
             structure, reason = grammar.structure, str(error)
-            where = structure.kind + _pointer(structure, reason)
-            raise GrammarError(f"{where}: {_shortened(reason)}") from error
+            if isinstance(structure, Regex):
+                reason = _IN_TRANSLATION.sub("", reason)
+            raise GrammarError(f"{_place(structure, reason)}: {_shortened(reason)}") from error
 
     def _compile(self, text: str) -> int:
         before = _allocated()
@@ -121,14 +123,33 @@ class _Bytes:
         return [self._ids[byte] for byte in text]
 
 
-def _pointer(structure: Structure, reason: str) -> str:
-    """Where in a JSON schema the reason is: the innermost subschema that gives the same one, as a JSON pointer."""
-    if not isinstance(structure, JsonSchema):
-        return ""
+def _place(structure: Structure, reason: str) -> str:
+    """What the reason is about: the kind of structure, and where in a schema. A schema in a Lark grammar may say in its
+    `$comment` what it is called and, after a `#`, where it begins."""
     try:
-        root = read_schema(structure.schema_text)
+        match structure:
+            case JsonSchema():
+                schemas = [read_schema(structure.schema_text)]
+            case Lark():
+                schemas = [schema for _, _, schema in embedded_schemas(structure.grammar)]
+            case _:
+                schemas = []
     except GrammarError:
-        return ""
+        schemas = []
+    for schema in schemas:
+        if _library_error(schema) in reason:
+            label = schema.get("$comment") if isinstance(structure, Lark) else None
+            name, _, start = str(label or structure.kind).partition("#")
+            pointer = _pointer(schema, reason)
+            if not pointer.startswith(("/$defs/", "/definitions/")):
+                # Definitions are the tool's, copied into each argument's schema.
+                pointer = start + pointer
+            return f"{name} at {pointer}" if pointer else name
+    return structure.kind
+
+
+def _pointer(root: dict[str, Any], reason: str) -> str:
+    """Where in a JSON schema the reason is: the innermost subschema that gives the same one, as a JSON pointer."""
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
     pointer, schema = "", root
     while True:
@@ -137,7 +158,7 @@ def _pointer(structure: Structure, reason: str) -> str:
                 pointer, schema = pointer + step, within
                 break
         else:
-            return f" at {pointer}" if pointer else ""
+            return pointer
 
 
 def _library_error(schema: dict[str, Any]) -> str:

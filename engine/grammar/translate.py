@@ -10,11 +10,11 @@ import re
 from collections.abc import Mapping
 
 from llguidance import regex_to_lark
-from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from control.grammar import Grammar, JsonSchema, Lark, Regex, Structure, TextChoice
 from engine.grammar.errors import GrammarError
-from engine.grammar.json_schema import read_schema, with_options
+from engine.grammar.json_schema import embedded_schemas, read_schema, with_options
 
 _ANY = "(?s:.*)"
 
@@ -89,12 +89,20 @@ def _escaped(text: str) -> str:
 
 
 def _lark(grammar: str) -> str:
-    """A Lark grammar as it is; a GBNF grammar as Lark."""
+    """A Lark grammar with its JSON schemas made ready; a GBNF grammar as Lark."""
     if "::=" not in grammar:
-        return grammar
+        pieces, at = [], 0
+        for start, end, schema in embedded_schemas(grammar):
+            given = grammar[start:end]
+            # Errors name lines of the text: it changes only where it has to.
+            pieces += [grammar[at:start], given if json.loads(given) == schema else json.dumps(schema)]
+            at = end
+        return "".join([*pieces, grammar[at:]])
     try:
         return gbnf_to_lark(grammar)
-    except (GbnfToLarkError, ValueError, KeyError, IndexError, AttributeError, AssertionError) as error:
-        raise GrammarError(f"the GBNF grammar cannot be read: {error}") from error
     except RecursionError as error:
         raise GrammarError("the grammar is nested too deep") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever the converter raises, bare exceptions included
+        raise GrammarError(f"the GBNF grammar cannot be read: {error}") from error

@@ -6,8 +6,8 @@ from typing import Literal
 
 from gateway.answers.streamed import CHARACTER_BYTES, StreamedAnswer
 from gateway.attempt import Delta
+from gateway.chat_reading import ChatReading
 from gateway.formats.parsing import CallArguments, CallBegin, CallEnd, ContentDelta, Event, ReasoningDelta
-from gateway.preparer import ChatReading
 
 
 @dataclass
@@ -44,8 +44,8 @@ class BlockReader:
     reasoning_tokens: int = 0
     """Tokens that came before any text or call, if the answer begins with reasoning."""
     finish_reason: str | None = None
-    stop: str | None = None
-    """The stop string that ended the answer."""
+    stop: str | int | None = None
+    """What ended the answer, as `Delta.stop`."""
 
     def __post_init__(self) -> None:
         self._parser = self.reading.parser(self.whole)

@@ -1,18 +1,27 @@
 """Answers of /v1/chat/completions."""
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, NotRequired, cast
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from control.messages import Token
-from gateway.answers.openai import Choice, Head, KeptAnswer, OpenAIAnswer, PromptLogprobs, Usage
+from gateway.answers.kept import KeptAnswer
+from gateway.answers.openai import (
+    Choice,
+    CompletionDetails,
+    Head,
+    OpenAIAnswer,
+    PromptLogprobs,
+    PromptTokenIds,
+    Usage,
+)
 from gateway.answers.streamed import Column, Json
 from gateway.attempt import Delta, EndReason
 from gateway.formats.parsing import CallArguments, CallBegin, CallEnd, CallParser, ContentDelta, Event, ReasoningDelta
 from gateway.requests.chat import ChatCompletionRequest
-from gateway.tokenizer import CheckpointTokenizer
 
 
 class ChosenFunction(TypedDict):
@@ -36,7 +45,8 @@ class AnswerMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    reasoning_content: NotRequired[Annotated[str, Field(description="Where the model reasoned.")]]
+    reasoning: NotRequired[Annotated[str, Field(description="Where the model reasoned.")]]
+    reasoning_content: NotRequired[Annotated[str, Field(description="The same, by its older name.")]]
     tool_calls: NotRequired[Annotated[list[ChosenCall], Field(description="Where the model calls tools.")]]
 
 
@@ -76,6 +86,7 @@ class ChatCompletion(Head):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[PromptTokenIds]
 
 
 class ChatAnswer(OpenAIAnswer[ChatChoice]):
@@ -93,12 +104,16 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
         """By choice."""
         self._called: set[int] = set()
         """Choices with a complete call."""
+        self._reasoning_tokens = 0
+        self._reasoning_tails = dict.fromkeys(range(self._count), "") if self._reasons else {}
+        """Of a stream, by choice in its reasoning, the last of its text, which may begin the end of the reasoning."""
 
     def whole(self) -> ChatCompletion:
         whole: ChatCompletion = {
             "id": self._head["id"],
             "created": self._head["created"],
             "model": self._head["model"],
+            "system_fingerprint": self._head["system_fingerprint"],
             "object": "chat.completion",
             "choices": self._whole_choices(),
             "usage": self._usage(),
@@ -106,13 +121,34 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
         if self._prompt_logprobs is not None:
             # All choices have the same prompt.
             whole["prompt_logprobs"] = self._by_position(0, self._prompt_logprobs)
+        if self._token_ids:
+            whole["prompt_token_ids"] = Column(self.prepared.prompt_ids(0))
         return whole
+
+    def _count_reasoning(self, index: int, delta: Delta) -> None:
+        """Count the tokens of a delta of a choice in its reasoning."""
+        end = self._reading.format.end_of_reasoning or ""
+        self._reasoning_tokens += len(delta.tokens)
+        text = self._reasoning_tails[index] + delta.text
+        self._reasoning_tails[index] = text[-len(end) :]
+        if end in text:
+            del self._reasoning_tails[index]
+
+    def _usage(self) -> Usage:
+        details: CompletionDetails = {"reasoning_tokens": self._reasoning_tokens}
+        return {**super()._usage(), "completion_tokens_details": details}
 
     def begin(self) -> list[Json]:
         head = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return [self._chunk([{"index": index, **head}]) for index in range(self._count)]
+        first, *others = [self._chunk([{"index": index, **head}]) for index in range(self._count)]
+        if self._token_ids:
+            first = {**first, "prompt_token_ids": self.prepared.prompt_ids(0)}
+        return [first, *others]
 
     def _whole_choice(self, index: int, kept: KeptAnswer) -> ChatChoice:
+        if self._reasons:
+            reasoning, end, _ = kept.text.partition(self._reading.format.end_of_reasoning or "")
+            self._reasoning_tokens += bisect_left(kept.offsets, len(reasoning + end)) if end else kept.tokens
         logprobs: ChatLogprobs | None = None
         if self._with_logprobs:
             logprobs = {"content": kept.columns["content"], "refusal": None}
@@ -134,11 +170,23 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
     def _finished(self, index: int, reason: EndReason | None) -> Literal["stop", "length", "tool_calls"] | None:
         return "tool_calls" if reason == "stop" and index in self._called else reason
 
+    def _ending(self, choice: dict[str, Any]) -> list[dict[str, Any]]:
+        """The reason comes after all that the message has: clients' helpers take what came before for complete."""
+        if not choice["delta"]:
+            return [choice]
+        nothing: dict[str, Any] = {"delta": {}, "logprobs": None, "token_ids": []}
+        return [
+            {**choice, "finish_reason": None},
+            {**choice, **{name: nothing[name] for name in nothing if name in choice}},
+        ]
+
     def _text(self, index: int, delta: Delta) -> dict[str, Any]:
         return {"delta": self._parts(index, delta, whole=False)}
 
     def _parts(self, index: int, delta: Delta, whole: bool) -> dict[str, Any]:
         """What a delta adds to a message. whole: the delta is the whole answer."""
+        if not whole and index in self._reasoning_tails:
+            self._count_reasoning(index, delta)
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = self._reading.parser(whole)
@@ -160,32 +208,33 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
         return {"content": self._chosen(tokens)}
 
     def _chosen(self, tokens: Sequence[Token]) -> list[ChosenLogprob]:
-        return [chosen_logprob(token, self.tokenizer) for token in tokens]
+        return [chosen_logprob(token, self._name, self.tokenizer.piece_bytes) for token in tokens]
 
 
-def chosen_logprob(token: Token, tokenizer: CheckpointTokenizer) -> ChosenLogprob:
+def chosen_logprob(token: Token, name: Callable[[int], str], bytes_of: Callable[[int], bytes]) -> ChosenLogprob:
     """A token with its log probability and alternatives."""
-    top = [_token_logprob(*alternative, tokenizer) for alternative in token.top_logprobs]
-    return {**_token_logprob(token.token_id, token.logprob, tokenizer), "top_logprobs": top}
+    top = [_token_logprob(*alternative, name, bytes_of) for alternative in token.top_logprobs]
+    return {**_token_logprob(token.token_id, token.logprob, name, bytes_of), "top_logprobs": top}
 
 
-def _token_logprob(token_id: int, logprob: float | None, tokenizer: CheckpointTokenizer) -> TokenLogprob:
-    return {
-        "token": tokenizer.piece(token_id),
-        "logprob": logprob,
-        "bytes": list(tokenizer.piece_bytes(token_id)),
-    }
+def _token_logprob(
+    token_id: int, logprob: float | None, name: Callable[[int], str], bytes_of: Callable[[int], bytes]
+) -> TokenLogprob:
+    return {"token": name(token_id), "logprob": logprob, "bytes": list(bytes_of(token_id))}
 
 
 def _parts_of(events: Sequence[Event]) -> dict[str, Any]:
     if len(events) == 1 and isinstance(events[0], ContentDelta):  # as of most tokens; patterns take four times as long
         return {"content": events[0].text}
+    if len(events) == 1 and isinstance(events[0], ReasoningDelta):
+        return _reasoning(events[0].text)
     texts: dict[str, str] = {}
+    thoughts = ""
     calls: dict[int, dict[str, Any]] = {}
     for event in events:
         match event:
             case ReasoningDelta(text):
-                texts["reasoning_content"] = texts.get("reasoning_content", "") + text
+                thoughts += text
             case ContentDelta(text):
                 texts["content"] = texts.get("content", "") + text
             case CallBegin(index, call_id, name):
@@ -198,4 +247,10 @@ def _parts_of(events: Sequence[Event]) -> dict[str, Any]:
             case CallArguments(index, text):
                 call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
                 call["function"]["arguments"] += text
-    return {**texts, "tool_calls": list(calls.values())} if calls else dict(texts)
+    parts: dict[str, Any] = {**(_reasoning(thoughts) if thoughts else {}), **texts}
+    return {**parts, "tool_calls": list(calls.values())} if calls else parts
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """By both names that servers have for it."""
+    return {"reasoning": text, "reasoning_content": text}

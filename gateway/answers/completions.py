@@ -7,7 +7,16 @@ from typing_extensions import TypedDict
 
 from control.messages import Token
 from control.prompt_logprobs import PromptLogprobTable
-from gateway.answers.openai import Choice, Head, KeptAnswer, OpenAIAnswer, PromptLogprobs, Usage, prompt_tokens
+from gateway.answers.kept import KeptAnswer
+from gateway.answers.openai import (
+    Choice,
+    Head,
+    OpenAIAnswer,
+    PromptLogprobs,
+    PromptTokenIds,
+    Usage,
+    prompt_tokens,
+)
 from gateway.answers.streamed import Column, Json
 from gateway.attempt import Delta
 from gateway.errors import ApiError
@@ -34,6 +43,7 @@ class CompletionChoice(Choice):
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
     prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[PromptTokenIds]
 
 
 class Completion(Head):
@@ -77,6 +87,9 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
         if self._prompt_logprobs is not None:
             for choice in choices:
                 choice["prompt_logprobs"] = self._by_position(choice["index"], self._prompt_logprobs)
+        if self._token_ids:
+            for choice in choices:
+                choice["prompt_token_ids"] = Column(self.prepared.prompt_ids(choice["index"]))
         return {**self._head, "object": "text_completion", "choices": choices, "usage": self._usage()}
 
     def _whole_choice(self, index: int, kept: KeptAnswer) -> CompletionChoice:
@@ -88,7 +101,10 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
         }
 
     def _text(self, index: int, delta: Delta) -> Json:
-        return {"text": self._echoes.pop(index, "") + delta.text}
+        text = {"text": self._echoes.pop(index, "") + delta.text}
+        if self._token_ids and delta.first:
+            return {**text, "prompt_token_ids": self.prepared.prompt_ids(index)}
+        return text
 
     def _given(self, kept: Sequence[KeptAnswer]) -> Sequence[KeptAnswer]:
         """Of each prompt those whose tokens are the likeliest on average, the best first."""
@@ -111,7 +127,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
 
     def _of_tokens(self, tokens: Sequence[Token]) -> dict[str, list[Any]]:
         return {
-            "tokens": [self.tokenizer.piece(token.token_id) for token in tokens],
+            "tokens": [self._name(token.token_id) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [
                 self._by_text(dict(token.top_logprobs) | {token.token_id: token.logprob}) for token in tokens
@@ -144,7 +160,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
         tokens = list(prompt_tokens(prompt_ids, table, self._alternatives_asked))
         top = [self._by_text({**dict(token.top), token.token_id: token.logprob}) for token in tokens]
         return {
-            "tokens": [self.tokenizer.piece(token_id) for token_id in prompt_ids],
+            "tokens": [self._name(token_id) for token_id in prompt_ids],
             "token_logprobs": [None, *(token.logprob for token in tokens)],
             "top_logprobs": [None, *top],
             "text_offset": self._offsets(prompt_ids, text),
@@ -163,7 +179,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
     def _by_text(self, by_id: Mapping[int, float | None]) -> dict[str, float | None]:
         by_text: dict[str, float | None] = {}
         for token_id, logprob in by_id.items():
-            piece = self.tokenizer.piece(token_id)
+            piece = self._name(token_id)
             # Several tokens may have the same text, such as parts of characters.
             by_text[f"token_id:{token_id}" if piece in by_text else piece] = logprob
         return by_text

@@ -5,18 +5,21 @@ from typing import Literal
 from typing_extensions import TypedDict
 
 from gateway.completer import Completer
-from gateway.requests.chat import ChatCompletionRequest
-from gateway.requests.messages import CountTokensRequest
+from gateway.requests.chat import ChatCompletionRequest, ChatPromptFields, ConvertedRequest
+from gateway.requests.responses import ResponsesRequest
 from gateway.requests.tokens import DetokenizeRequest, TokenizeRequest
 
 
 class ModelCard(TypedDict):
-    """The model that is served. created: Unix time in seconds. max_model_len: of prompt and answer, in tokens."""
+    """The model that is served. created: Unix time in seconds. root: its checkpoint. max_model_len: of prompt and
+    answer, in tokens."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    parent: None
     max_model_len: int
 
 
@@ -43,8 +46,17 @@ def _card(completer: Completer) -> ModelCard:
         "object": "model",
         "created": completer.created,
         "owned_by": "hisparse-pd",
+        "root": str(completer.config.model_path),
+        "parent": None,
         "max_model_len": completer.capacity.context,
     }
+
+
+class InputTokens(TypedDict):
+    """How many tokens the input of a response has."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 class TokenCount(TypedDict):
@@ -68,7 +80,12 @@ class Detokenized(TypedDict):
     prompt: str
 
 
-def count_tokens(request: CountTokensRequest, completer: Completer) -> TokenCount:
+def count_input(request: ResponsesRequest, completer: Completer) -> InputTokens:
+    """Raises ApiError."""
+    return {"object": "response.input_tokens", **count_tokens(request, completer)}
+
+
+def count_tokens(request: ConvertedRequest, completer: Completer) -> TokenCount:
     """Raises ApiError."""
     with request.renaming():
         token_ids, _ = completer.preparer.chat_prompt(request.generation(completer.field_policy))
@@ -81,9 +98,8 @@ def tokenize(request: TokenizeRequest, completer: Completer) -> Tokenized:
     if request.prompt is not None:
         token_ids = tokenizer.encode(request.prompt, special_tokens=request.add_special_tokens is not False)
     else:
-        chat = ChatCompletionRequest.model_construct(
-            messages=request.messages, tools=request.tools, chat_template_kwargs=request.chat_template_kwargs
-        )
+        how = {name: getattr(request, name) for name in ChatPromptFields.model_fields}
+        chat = ChatCompletionRequest.model_construct(messages=request.messages, tools=request.tools, **how)
         token_ids, _ = completer.preparer.chat_prompt(chat, special_tokens=request.add_special_tokens is True)
     return {
         "count": len(token_ids),

@@ -156,7 +156,7 @@ class MessageAnswer(BlockAnswer):
         }
 
     def _ending(self) -> Ending:
-        stop = self._reader.stop if self._reader.stop in self._stops else None
+        stop = next((stop for stop in self._stops if stop == self._reader.stop), None)
         reason: StopReason | None
         match self._reader.finish_reason:
             case None:

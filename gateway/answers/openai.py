@@ -2,9 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from io import StringIO
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Generic, NamedTuple, NotRequired, TypeVar
 
 import orjson
@@ -13,12 +11,21 @@ from typing_extensions import TypedDict
 
 from control.messages import Token
 from control.prompt_logprobs import PromptLogprobTable
-from gateway.answers.streamed import CHARACTER_BYTES, Column, Json, StreamedAnswer
+from gateway.answers.kept import KeptAnswer
+from gateway.answers.streamed import Column, Json, StreamedAnswer
 from gateway.attempt import Delta, EndReason
 from gateway.errors import ApiError
 
 _TEXT = "text of a choice"
 _TOKEN_IDS = "token_ids"
+_TOKEN_ID_BYTES = 7
+"""Of a prompt's token in JSON."""
+
+
+class CompletionDetails(TypedDict):
+    """reasoning_tokens: of the answers, those up to the end of the reasoning."""
+
+    reasoning_tokens: int
 
 
 class PromptDetails(TypedDict):
@@ -34,6 +41,7 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: NotRequired[Annotated[CompletionDetails, Field(description="Of chats.")]]
 
 
 class RankedToken(TypedDict):
@@ -53,12 +61,16 @@ PromptLogprobs = Annotated[
 ]
 
 
+PromptTokenIds = Annotated[list[int] | Column[int], Field(description="With return_token_ids: the prompt.")]
+
+
 class Head(TypedDict):
-    """What answers and chunks begin with."""
+    """What answers and chunks begin with. system_fingerprint: another one stands for another version or checkpoint."""
 
     id: str
     created: int
     model: str
+    system_fingerprint: str
 
 
 class Choice(TypedDict):
@@ -66,56 +78,12 @@ class Choice(TypedDict):
 
     index: int
     token_ids: NotRequired[Annotated[list[int] | Column[int], Field(description="With return_token_ids.")]]
+    stop_reason: NotRequired[
+        Annotated[str | int | None, Field(description="The stop string, or token of stop_token_ids, that ended it.")]
+    ]
 
 
 _ChoiceT = TypeVar("_ChoiceT", bound=Choice)
-
-
-class KeptAnswer:
-    """One answer that does not stream, as it grows."""
-
-    __slots__ = ("_logprob_sum", "_text", "columns", "finish_reason", "offsets", "prompt", "size", "tokens")
-
-    def __init__(self) -> None:
-        self._text = StringIO()
-        self._logprob_sum = 0.0
-        self.columns: dict[str, Column[Any]] = {}
-        """By name, what there is for each token."""
-        self.offsets = array("i")
-        """Where in the text each token begins, counted with the stop string; kept where there are columns."""
-        self.tokens = 0
-        self.finish_reason: EndReason | None = None
-        self.prompt: PromptLogprobTable | None = None
-        self.size = 0
-        """Bytes that it takes."""
-
-    @property
-    def text(self) -> str:
-        return self._text.getvalue()
-
-    @property
-    def average_logprob(self) -> float:
-        return self._logprob_sum / max(1, self.tokens)
-
-    def add(self, delta: Delta, columns: Mapping[str, Sequence[object]]) -> int:
-        """Go on with a delta. columns: by name, what there is for its tokens. Returns the bytes that this takes."""
-        self._text.write(delta.text)
-        self.tokens += len(delta.tokens)
-        self._logprob_sum += sum(token.logprob or 0.0 for token in delta.tokens)
-        self.finish_reason = delta.finish_reason
-        if delta.prompt is not None:
-            self.prompt = delta.prompt
-        size = CHARACTER_BYTES * len(delta.text)
-        for name, elements in columns.items():
-            column = self.columns.setdefault(name, Column())
-            before = len(column)
-            column.extend(elements)
-            size += len(column) - before
-        if columns:
-            self.offsets.extend(delta.offsets)
-            size += self.offsets.itemsize * len(delta.offsets)
-        self.size += size
-        return size
 
 
 class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
@@ -131,10 +99,21 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
         prepared, request = self.prepared, self.prepared.request
         self._kept: dict[int, KeptAnswer] = {}
         """By number, answers that do not stream."""
-        self._head: Head = {"id": prepared.request_id, "created": int(time.time()), "model": self.model}
+        self._head: Head = {
+            "id": prepared.request_id,
+            "created": int(time.time()),
+            "model": self.model,
+            "system_fingerprint": self.tokenizer.system_fingerprint,
+        }
         self._count = len(prepared.tokenized)
+        self._reasons = prepared.reading is not None and prepared.reading.reasoning
+        """Answers begin in reasoning."""
         self._completion_tokens = 0
         self._token_ids = bool(request.return_token_ids)
+        self._name: Callable[[int], str] = (
+            "token_id:{}".format if request.return_tokens_as_token_ids else self.tokenizer.piece
+        )
+        """How log probabilities name a token."""
         options = request.stream_options
         self._include_usage = bool(options and options.include_usage)
         self._prompt_logprobs = request.prompt_logprobs
@@ -148,7 +127,10 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
         if delta.first:
             if index in self._kept:
                 self.held.give(self._kept[index].size)
-            self._kept[index] = KeptAnswer()
+            self._kept[index] = KeptAnswer(self._reasons)
+            if self._token_ids:
+                self._kept[index].size = _TOKEN_ID_BYTES * len(self.prepared.tokenized[index].prompt_ids)
+                self.held.take(self._kept[index].size)
         columns: dict[str, list[Any]] = self._of_tokens(delta.tokens) if self._with_logprobs else {}
         if self._token_ids:
             columns[_TOKEN_IDS] = [token.token_id for token in delta.tokens]
@@ -163,10 +145,14 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
         logprobs = self._logprobs(index, delta) if self._with_logprobs else None
         text = self._text(index, delta)
         finish_reason = self._finished(index, delta.finish_reason)
-        choice = {"index": index, "logprobs": logprobs, "finish_reason": finish_reason, **text}
+        choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": finish_reason, **text}
         if self._token_ids:
             choice["token_ids"] = [token.token_id for token in delta.tokens]
-        return [self._chunk([choice])]
+        choices = [choice]
+        if finish_reason is not None:
+            choices = self._ending(choice)
+            choices[-1]["stop_reason"] = delta.stop
+        return [self._chunk([each]) for each in choices]
 
     def encode_delta(self, index: int, delta: Delta) -> bytes:
         """Of a chunk with nothing but text, which most are, only the text is made anew."""
@@ -206,6 +192,7 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
         choices = []
         for index, answer in enumerate(self._given(kept)):
             choice = self._whole_choice(index, answer)
+            choice["stop_reason"] = answer.stop
             if self._token_ids:
                 choice["token_ids"] = answer.columns[_TOKEN_IDS]
             choices.append(choice)
@@ -244,6 +231,10 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
             "prompt_tokens_details": {"cached_tokens": self.prepared.cached_tokens},
         }
 
+    def _ending(self, choice: dict[str, Any]) -> list[dict[str, Any]]:
+        """The last choice of a stream, as chunks have it."""
+        return [choice]
+
     def _finished(self, index: int, reason: EndReason | None) -> str | None:
         return reason
 
@@ -253,7 +244,7 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
 
     @abstractmethod
     def _whole_choice(self, index: int, kept: KeptAnswer) -> _ChoiceT:
-        """A choice of a whole answer, without token ids."""
+        """A choice of a whole answer, without token ids and `stop_reason`."""
 
     @abstractmethod
     def _text(self, index: int, delta: Delta) -> Json:

@@ -194,7 +194,9 @@ class ResponseAnswer(BlockAnswer):
     def _push(self, delta: Delta) -> list[Change]:
         if self._source.with_logprobs:
             before = len(self._tokens)
-            self._tokens.extend(chosen_logprob(token, self.tokenizer) for token in delta.tokens)
+            self._tokens.extend(
+                chosen_logprob(token, self.tokenizer.piece, self.tokenizer.piece_bytes) for token in delta.tokens
+            )
             self._count(len(self._tokens) - before)
         return super()._push(delta)
 

@@ -6,8 +6,9 @@ A message has `role` (system, developer, user, assistant or tool), `content` (a 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, TypeAlias
 
 from gateway.formats.tools import parse_json
@@ -20,6 +21,17 @@ RAW_ARGUMENTS = "arguments"
 """The argument under which a call's arguments are shown to the model when they are no JSON object."""
 
 
+class PromptEnd(Enum):
+    """What a prompt ends with."""
+
+    NEW_ANSWER = auto()
+    """The beginning of an answer."""
+    LAST_MESSAGE = auto()
+    """The end of the last message."""
+    OPEN_MESSAGE = auto()
+    """The text of the last message, an assistant's, which the answer goes on with."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A rendered conversation, with special tokens. reasoning: the answer begins in reasoning."""
@@ -30,6 +42,15 @@ class Prompt:
 
 class FormatError(Exception):
     """A conversation, or calls, that the format cannot express. The client gets the message (400)."""
+
+
+def check_end(messages: Sequence[Message], end: PromptEnd) -> None:
+    """Raises FormatError if the last message cannot be gone on with, and is to be."""
+    last = messages[-1] if messages else {}
+    if end is PromptEnd.OPEN_MESSAGE and (last.get("role") != "assistant" or last.get("tool_calls")):
+        raise FormatError(
+            "expected an assistant's message without tool calls at the end, which the answer goes on with"
+        )
 
 
 def content_of(message: Message) -> str:

@@ -27,6 +27,7 @@ from gateway.formats.conversation import (
     FormatError,
     Message,
     Prompt,
+    PromptEnd,
     arguments_of,
     asks_for_thinking,
     content_of,
@@ -94,22 +95,28 @@ Here are the functions available in JSONSchema format:
 
 
 def render(
-    messages: Sequence[Message], tools: Sequence[Tool], thinking: bool | None, variables: Mapping[str, Any]
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    thinking: bool | None,
+    variables: Mapping[str, Any],
+    end: PromptEnd,
 ) -> Prompt:
     """The prompt. The model reasons only if it is asked to, as in DeepSeek's API. Raises FormatError."""
     reasoning = asks_for_thinking(thinking, variables, default=False)
-    return Prompt("".join(_Conversation(messages, tools, reasoning).render()), reasoning)
+    text = "".join(_Conversation(messages, tools, reasoning, end).render())
+    return Prompt(text, reasoning and end is PromptEnd.NEW_ANSWER)
 
 
 class _Conversation:
     """One conversation that is being rendered."""
 
-    def __init__(self, messages: Sequence[Message], tools: Sequence[Tool], thinking: bool) -> None:
+    def __init__(self, messages: Sequence[Message], tools: Sequence[Tool], thinking: bool, end: PromptEnd) -> None:
         if not messages:
             raise FormatError("messages: expected at least one")
-        if messages[-1]["role"] == "assistant":
+        if messages[-1]["role"] == "assistant" and end is PromptEnd.NEW_ANSWER:
             raise FormatError("messages: expected a user's message or a tool's result at the end, found an assistant's")
         self._thinking = thinking
+        self._end = end
         self._tools = _TOOLS % "\n".join(to_json(tool["function"]) for tool in tools) if tools else ""
         self._messages = list(messages)
         self._added = 0
@@ -139,7 +146,8 @@ class _Conversation:
                 raise FormatError(
                     f"messages.{index - self._added}.role: expected a role of this format, found {role!r}"
                 )
-            yield self._go(index)
+            if index < len(self._messages) - 1 or self._end is PromptEnd.NEW_ANSWER:
+                yield self._go(index)
 
     def _role(self, index: int) -> str | None:
         return self._messages[index]["role"] if 0 <= index < len(self._messages) else None
@@ -175,7 +183,8 @@ class _Conversation:
             reasoning = (message.get("reasoning_content") or "") + END_OF_REASONING
         calls = [_call(call["function"]["name"], arguments_of(call)) for call in message.get("tool_calls") or ()]
         block = "\n\n" + "\n".join([OPENER, *calls, CLOSER]) if calls else ""
-        return reasoning + content_of(message) + block + END
+        is_open = self._end is PromptEnd.OPEN_MESSAGE and index == len(self._messages) - 1
+        return reasoning + content_of(message) + block + ("" if is_open else END)
 
     def _results(self, index: int) -> str:
         """All results of the calls of one message, at the first of them."""
@@ -227,6 +236,9 @@ class DsmlParser(CallParser):
     sign = MARK
     opener = OPENER
     markers = frozenset({MARK})
+    end_of_call = END_OF_INVOKE
+    lead = "\n\n"
+    separator = None
 
     def _read_calls(self) -> Steps[None]:
         yield from self._spaced(INVOKE)
@@ -252,8 +264,12 @@ class DsmlParser(CallParser):
         self._end(name)
 
     @staticmethod
-    def call_grammar(rules: CallGrammar, tools: ToolSet, name: str, number: str) -> str:
-        body = [rules.literal(f'{INVOKE}{name}">\n')]
+    def begin_of_call(name: str) -> str:
+        return f'{INVOKE}{name}">\n'
+
+    @staticmethod
+    def arguments_grammar(rules: CallGrammar, tools: ToolSet, name: str, number: str) -> str:
+        body = []
         for position, (key, schema) in enumerate(tools.properties(name).items()):
             types = tools.types(name, key)
             forms = []
@@ -261,13 +277,19 @@ class DsmlParser(CallParser):
                 value = rules.string(f"text_{number}_{position}", schema, END_OF_PARAMETER)
                 forms.append(f"{rules.literal(f'{PARAMETER}{key}{_STRING}')} {value}")
             if types != frozenset({"string"}):
-                value = rules.json(f"json_{number}_{position}", schema, tools.parameters(name))
+                value = rules.json(f"json_{number}_{position}", schema, tools.parameters(name), name, key)
                 forms.append(f"{rules.literal(f'{PARAMETER}{key}{_JSON}')} {value} {rules.literal(END_OF_PARAMETER)}")
             argument = rules.rule(f"argument_{number}_{position}", f"{choice(forms)} {rules.literal(_LINE)}")
             body.append(argument if key in tools.required(name) else f"{argument}?")
-        return rules.rule(f"call_{number}", f"{' '.join(body)} {rules.literal(END_OF_INVOKE + _LINE)}")
+        return " ".join(body)
 
     @staticmethod
-    def several(rules: CallGrammar, call: str, parallel: bool) -> str:
-        begin = rules.literal(f"\n\n{OPENER}\n")
-        return f"{begin} {call}{'+' if parallel else ''} {rules.literal(CLOSER)}"
+    def free_arguments_grammar(rules: CallGrammar) -> str:
+        form = choice([rules.literal(_STRING), rules.literal(_JSON)])
+        value = f"{rules.string('any', {}, END_OF_PARAMETER)} {rules.literal(_LINE)}"
+        return f'({rules.literal(PARAMETER)} /[^"\\n]{{1,256}}/ {form} {value})*'
+
+    @staticmethod
+    def calls_grammar(rules: CallGrammar, call: str, parallel: bool) -> str:
+        line = rules.literal(_LINE)
+        return f"{line} ({call} {line}){'+' if parallel else ''} {rules.literal(CLOSER)}"

@@ -3,19 +3,32 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from gateway.formats import deepseek_v32, glm, hermes
-from gateway.formats.conversation import BEGIN_OF_REASONING, END_OF_REASONING, Message, Prompt, arguments_of, content_of
+from jinja2 import Environment, TemplateSyntaxError
+
+from gateway.formats import deepseek_v32, glm, hermes, json_calls
+from gateway.formats.conversation import (
+    BEGIN_OF_REASONING,
+    END_OF_REASONING,
+    Message,
+    Prompt,
+    PromptEnd,
+    arguments_of,
+    check_end,
+    content_of,
+)
 from gateway.formats.grammar import CallGrammar, choice
 from gateway.formats.parsing import CallParser
-from gateway.formats.tools import Tool, ToolSet
+from gateway.formats.tools import CallRules, Tool, ToolSet
 
-_Renderer: TypeAlias = Callable[[Sequence[Message], Sequence[Tool], bool | None, Mapping[str, Any]], Prompt]
-"""Arguments: messages, tools, whether to think, variables."""
+_Renderer: TypeAlias = Callable[[Sequence[Message], Sequence[Tool], bool | None, Mapping[str, Any], PromptEnd], Prompt]
+"""Arguments: messages, tools, whether to think, variables, end."""
 _SYNTAXES: tuple[type[CallParser], ...] = (deepseek_v32.DsmlParser, glm.GlmParser, hermes.HermesParser)
 CALL_PARSERS = (*(syntax.name for syntax in _SYNTAXES), "none")
 """The values of --tool-call-parser."""
-ApplyTemplate: TypeAlias = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, Mapping[str, Any]], str]
-"""Renders messages, tools (None: there are none) and variables, with the generation prompt at the end."""
+ApplyTemplate: TypeAlias = Callable[
+    [list[dict[str, Any]], list[dict[str, Any]] | None, Mapping[str, Any], PromptEnd], str
+]
+"""Renders messages, tools (None: there are none) and variables."""
 
 
 def template_renderer(source: str, apply: ApplyTemplate, reasons: bool) -> _Renderer:
@@ -41,11 +54,15 @@ def template_renderer(source: str, apply: ApplyTemplate, reasons: bool) -> _Rend
         return rendered
 
     def render(
-        messages: Sequence[Message], tools: Sequence[Tool], thinking: bool | None, variables: Mapping[str, Any]
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        thinking: bool | None,
+        variables: Mapping[str, Any],
+        end: PromptEnd,
     ) -> Prompt:
         if thinking is not None and not {"thinking", "enable_thinking"} & variables.keys():
             variables = {**variables, "thinking": thinking, "enable_thinking": thinking}
-        text = apply(list(map(as_templates_expect, messages)), [dict(tool) for tool in tools] or None, variables)
+        text = apply(list(map(as_templates_expect, messages)), [dict(tool) for tool in tools] or None, variables, end)
         return Prompt(text, reasons and text.rstrip().endswith(BEGIN_OF_REASONING))
 
     return render
@@ -56,12 +73,15 @@ class ChatFormat:
 
     Any thread may call it. name: as in --tool-call-parser. end_of_reasoning: the text after reasoning; None if the
     format knows no reasoning. markers: texts of tokens that the parser looks for, so the detokenizer must not skip
-    them.
+    them. knows_tools: prompts tell of tools.
     """
 
-    def __init__(self, renderer: _Renderer, syntax: type[CallParser] | None, *, reasons: bool) -> None:
+    def __init__(
+        self, renderer: _Renderer, syntax: type[CallParser] | None, *, reasons: bool, knows_tools: bool = True
+    ) -> None:
         self._renderer = renderer
         self._syntax = syntax
+        self.knows_tools = knows_tools
         self.name = syntax.name if syntax else "none"
         self.end_of_reasoning = END_OF_REASONING if reasons else None
         reasoning = frozenset({BEGIN_OF_REASONING, END_OF_REASONING}) if reasons else frozenset()
@@ -74,35 +94,69 @@ class ChatFormat:
         *,
         thinking: bool | None = None,
         variables: Mapping[str, Any] | None = None,
+        end: PromptEnd = PromptEnd.NEW_ANSWER,
     ) -> Prompt:
         """The prompt. Raises FormatError for a conversation that cannot be rendered.
 
         thinking: whether to reason first; None: the family's default. variables: chat_template_kwargs, of which
         `thinking` and `enable_thinking` win over the argument.
         """
-        prompt = self._renderer(messages, tools, thinking, variables or {})
+        check_end(messages, end)
+        prompt = self._renderer(messages, tools, thinking, variables or {}, end)
         return prompt if self.end_of_reasoning else Prompt(prompt.text, reasoning=False)
 
-    def parser(self, tools: ToolSet, *, reasoning: bool, whole_calls: bool = False) -> CallParser:
-        """A parser of one answer. tools: those that may be called. reasoning: `Prompt.reasoning`."""
-        # Without tools, all parsers are alike.
-        parser, readable = (hermes.HermesParser, ToolSet(())) if self._syntax is None else (self._syntax, tools)
+    def parser(self, rules: CallRules, *, reasoning: bool, whole_calls: bool = False) -> CallParser:
+        """A parser of one answer. reasoning: `Prompt.reasoning`."""
+        syntax = self._syntax_of(rules)
         end = self.end_of_reasoning if reasoning else None
-        return parser(readable, end_of_reasoning=end, whole_calls=whole_calls)
+        if syntax is None:
+            # Without tools, all parsers are alike.
+            return hermes.HermesParser(CallRules(ToolSet(())), end_of_reasoning=end, whole_calls=whole_calls)
+        return syntax(rules, end_of_reasoning=end, whole_calls=whole_calls)
 
     def call_grammar(
-        self, tools: ToolSet, *, parallel: bool = True, token_ids: Mapping[str, int] | None = None
+        self,
+        rules: CallRules,
+        token_ids: Mapping[str, int] | None = None,
+        schema: Mapping[str, Any] | None = None,
     ) -> str | None:
-        """A grammar (llguidance's Lark) of nothing but calls, after the reasoning; None if the format has no calls.
+        """A grammar (llguidance's Lark) of an answer after its reasoning; None if the format has no calls.
 
-        tools: those to choose from. parallel: more than one call is allowed. token_ids: the tokenizer's added tokens,
-        by their text. Raises FormatError if the grammar is longer than decode nodes take.
+        token_ids: the tokenizer's added tokens, by their text. schema: of the answer, unless it calls; None: any text,
+        with calls in it. Raises FormatError if the grammar is longer than decode nodes take.
         """
-        if self._syntax is None:
+        syntax = self._syntax_of(rules)
+        if syntax is None:
             return None
-        rules = CallGrammar({text: i for text, i in (token_ids or {}).items() if text in self._syntax.markers})
-        calls = [self._syntax.call_grammar(rules, tools, name, str(number)) for number, name in enumerate(tools.names)]
-        return rules.text(self._syntax.several(rules, rules.rule("call", choice(calls)), parallel))
+        grammar = CallGrammar({text: i for text, i in (token_ids or {}).items() if text in syntax.markers})
+        free, calls = "", []
+        for number, name in enumerate(rules.tools.names):
+            if rules.follows_schema(name):
+                arguments = syntax.arguments_grammar(grammar, rules.tools, name, str(number))
+            else:
+                arguments = free = free or grammar.rule("free", syntax.free_arguments_grammar(grammar))
+            begin, end = map(grammar.literal, (syntax.begin_of_call(name), syntax.end_of_call))
+            calls.append(grammar.rule(f"call_{number}", f"{begin} {arguments} {end}"))
+        block = syntax.calls_grammar(grammar, grammar.rule("call", choice(calls)), rules.parallel)
+        return grammar.text(_answer(grammar, syntax, rules, grammar.rule("calls", block), schema))
+
+    def _syntax_of(self, rules: CallRules) -> type[CallParser] | None:
+        return json_calls.JsonCallParser if self._syntax is None and rules.forced else self._syntax
+
+
+def _answer(
+    grammar: CallGrammar, syntax: type[CallParser], rules: CallRules, calls: str, schema: Mapping[str, Any] | None
+) -> str:
+    """Calls alone, JSON or calls, or text that may have calls. calls: the rule of what follows an opener."""
+    if rules.forced or schema is not None:
+        more = ""
+        if rules.parallel and syntax.separator is not None:
+            more = f"({grammar.literal(syntax.separator + syntax.opener)} {calls})*"
+        alone = f"{grammar.literal(syntax.lead + syntax.opener)} {calls} {more} {grammar.literal(syntax.trail)}"
+        return alone if schema is None else f"{grammar.json('text', schema, {}, 'the answer')} | {alone}"
+    text = grammar.rule("text", "/(?s:.*)/")
+    called = f"{grammar.string('opened', {}, syntax.opener)} {calls}"
+    return f"({called})* {text}" if rules.parallel else f"{text} | {called}"
 
 
 def choose_format(
@@ -134,9 +188,20 @@ def choose_format(
         return ChatFormat(deepseek_v32.render, syntax, reasons=parse_reasoning)
     if apply is None:
         raise ValueError("a template needs something that applies it")
+    knows_tools = _knows_tools(template)
     if call_parser is None:
-        syntax = next((syntax for syntax in _SYNTAXES if syntax.sign in template and "tools" in template), None)
+        syntax = next((syntax for syntax in _SYNTAXES if syntax.sign in template and knows_tools), None)
     else:
         syntax = next((syntax for syntax in _SYNTAXES if syntax.name == call_parser), None)
     reasons = parse_reasoning and END_OF_REASONING in template
-    return ChatFormat(template_renderer(template, apply, reasons), syntax, reasons=reasons)
+    renderer = template_renderer(template, apply, reasons)
+    return ChatFormat(renderer, syntax, reasons=reasons, knows_tools=knows_tools)
+
+
+def _knows_tools(template: str) -> bool:
+    """Whether a template reads the variable `tools`."""
+    try:
+        return any(kind == "name" and value == "tools" for _, kind, value in Environment().lex(template))
+    except TemplateSyntaxError:
+        # Nothing can be rendered, and each request is told so.
+        return True

@@ -34,6 +34,7 @@ class GlmParser(CallParser):
     sign = KEY
     opener = OPENER
     markers = frozenset({OPENER, CLOSER, KEY, END_OF_KEY, VALUE, END_OF_VALUE})
+    end_of_call = CLOSER
 
     def _read_calls(self) -> Steps[None]:
         name = yield from self._name()
@@ -68,19 +69,28 @@ class GlmParser(CallParser):
             yield from self._more()
 
     @staticmethod
-    def call_grammar(rules: CallGrammar, tools: ToolSet, name: str, number: str) -> str:
-        body = [rules.literal(OPENER + name)]
+    def begin_of_call(name: str) -> str:
+        return name
+
+    @staticmethod
+    def arguments_grammar(rules: CallGrammar, tools: ToolSet, name: str, number: str) -> str:
+        body = []
         for position, (key, schema) in enumerate(tools.properties(name).items()):
             types = tools.types(name, key)
             if types is None or "string" in types:
                 value = rules.string(f"text_{number}_{position}", schema, END_OF_VALUE)
             else:
-                json_value = rules.json(f"json_{number}_{position}", schema, tools.parameters(name))
+                json_value = rules.json(f"json_{number}_{position}", schema, tools.parameters(name), name, key)
                 value = f"{json_value} {rules.literal(END_OF_VALUE)}"
             begin = rules.literal(f"{KEY}{key}{END_OF_KEY}{VALUE}")
             argument = rules.rule(f"argument_{number}_{position}", f"{begin} {value}")
             body.append(argument if key in tools.required(name) else f"{argument}?")
-        return rules.rule(f"call_{number}", f"{' '.join(body)} {rules.literal(CLOSER)}")
+        return " ".join(body)
+
+    @staticmethod
+    def free_arguments_grammar(rules: CallGrammar) -> str:
+        value = rules.string("any", {}, END_OF_VALUE)
+        return f"({rules.literal(KEY)} /[^<\\n]{{1,256}}/ {rules.literal(END_OF_KEY + VALUE)} {value})*"
 
 
 def _json_or_string(text: str, types: frozenset[str] | None) -> str:

@@ -43,11 +43,13 @@ class CallGrammar:
         self._rules.append(name + rest)
         return name
 
-    def json(self, name: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-        """A value that follows a schema, whose references look into `root`."""
+    def json(self, name: str, schema: Mapping[str, Any], root: Mapping[str, Any], tool: str, key: str = "") -> str:
+        """A value that follows a schema, whose references look into `root`. Errors name the tool and its argument."""
         definitions = {key: root[key] for key in _DEFINITIONS if key in root}
+        place = "/properties/" + key.replace("~", "~0").replace("/", "~1") if key else ""
+        labels = {"$comment": f"{tool}#{place}", "x-guidance": _LAYOUT}
         pieces, room = ["%json "], self._room
-        for piece in json.JSONEncoder().iterencode({**definitions, **schema, "x-guidance": _LAYOUT}):
+        for piece in json.JSONEncoder().iterencode({**definitions, **schema, **labels}):
             room -= len(piece)
             if room < 0:
                 raise _too_long()

@@ -17,8 +17,7 @@ from gateway.formats.tools import ToolSet, parse_json
 
 OPENER = "<tool_call>"
 CLOSER = "</tool_call>"
-
-_END = "}\n" + CLOSER
+_END = "}\n"
 
 
 class HermesParser(CallParser):
@@ -27,6 +26,8 @@ class HermesParser(CallParser):
     name = "hermes"
     sign = opener = OPENER
     markers = frozenset({OPENER, CLOSER})
+    end_of_call = CLOSER
+    separator = "\n"
 
     def _read_calls(self) -> Steps[None]:
         text = yield from self._raw_value(CLOSER)
@@ -45,11 +46,14 @@ class HermesParser(CallParser):
         self._end(name)
 
     @staticmethod
-    def call_grammar(rules: CallGrammar, tools: ToolSet, name: str, number: str) -> str:
-        arguments = rules.json(f"arguments_{number}", {"type": "object", **tools.parameters(name)}, {})
-        begin = f'{OPENER}\n{{"name": {to_json(name)}, "arguments": '
-        return rules.rule(f"call_{number}", f"{rules.literal(begin)} {arguments} {rules.literal(_END)}")
+    def begin_of_call(name: str) -> str:
+        return f'\n{{"name": {to_json(name)}, "arguments": '
 
     @staticmethod
-    def several(rules: CallGrammar, call: str, parallel: bool) -> str:
-        return f'{call} ("\\n" {call})*' if parallel else call
+    def arguments_grammar(rules: CallGrammar, tools: ToolSet, name: str, number: str) -> str:
+        arguments = rules.json(f"arguments_{number}", {"type": "object", **tools.parameters(name)}, {}, name)
+        return f"{arguments} {rules.literal(_END)}"
+
+    @staticmethod
+    def free_arguments_grammar(rules: CallGrammar) -> str:
+        return f"{rules.json('any', {'type': 'object'}, {}, '')} {rules.literal(_END)}"

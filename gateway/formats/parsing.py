@@ -10,7 +10,7 @@ from typing import ClassVar, TypeAlias
 from gateway.formats.grammar import CallGrammar
 from gateway.formats.json_prefix import JsonPrefix
 from gateway.formats.reading import Malformed, PieceReader, Steps, overlap
-from gateway.formats.tools import ToolSet
+from gateway.formats.tools import CallRules, ToolSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +79,22 @@ class CallParser(PieceReader, ABC):
     opener: ClassVar[str]
     """The marker in front of calls."""
     markers: ClassVar[frozenset[str]]
+    end_of_call: ClassVar[str]
+    lead: ClassVar[str] = ""
+    """What an answer that is nothing but calls has in front of the opener."""
+    separator: ClassVar[str | None] = ""
+    """What it has between calls, in front of the opener of each; None: one opener is in front of all calls."""
+    trail: ClassVar[str] = ""
+    """What it ends with."""
 
-    def __init__(self, tools: ToolSet, *, end_of_reasoning: str | None, whole_calls: bool = False) -> None:
-        """end_of_reasoning: None if answers begin without. whole_calls: a call that breaks or is cut off is text."""
+    def __init__(self, rules: CallRules, *, end_of_reasoning: str | None, whole_calls: bool = False) -> None:
+        """end_of_reasoning: None if answers begin without. whole_calls: a call that breaks or is cut off is text.
+
+        An answer that is forced to be calls has no text: of a call that is cut off, what streamed is left.
+        """
         super().__init__()
-        self._tools = tools
+        self._tools = rules.tools
+        self._has_content = not rules.forced
         self._whole_calls = whole_calls
         self.new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
         self._events: list[Event] = []
@@ -121,13 +132,23 @@ class CallParser(PieceReader, ABC):
 
     @staticmethod
     @abstractmethod
-    def call_grammar(rules: CallGrammar, tools: ToolSet, name: str, number: str) -> str:
-        """The rule of a call of one tool. number: of the tool, for the names of rules."""
+    def begin_of_call(name: str) -> str:
+        """What stands between the opener and a call's arguments."""
 
     @staticmethod
-    def several(rules: CallGrammar, call: str, parallel: bool) -> str:
-        """The body of the rule of an answer that is nothing but calls. call: the rule of one."""
-        return f"{call}+" if parallel else call
+    @abstractmethod
+    def arguments_grammar(rules: CallGrammar, tools: ToolSet, name: str, number: str) -> str:
+        """The body of the rule of one tool's arguments. number: of the tool, for the names of rules."""
+
+    @staticmethod
+    @abstractmethod
+    def free_arguments_grammar(rules: CallGrammar) -> str:
+        """The body of the rule of arguments that need not follow any schema."""
+
+    @staticmethod
+    def calls_grammar(rules: CallGrammar, call: str, parallel: bool) -> str:
+        """What follows an opener. call: the rule of one call, up to its end."""
+        return call
 
     # The answer.
 
@@ -171,7 +192,7 @@ class CallParser(PieceReader, ABC):
         self._taken.clear()
 
     def _give_content(self, text: str) -> None:
-        if text:
+        if text and self._has_content:
             self._events.append(ContentDelta(text))
 
     def _break(self) -> None:
@@ -257,6 +278,10 @@ class CallParser(PieceReader, ABC):
                 raise Malformed
             self._begin(name)
         self._waiting.append(CallArguments(self._calls, "}" if self._keys else "{}"))
+        self._end_call()
+
+    def _end_call(self) -> None:
+        """End a call whose arguments are complete."""
         self._waiting.append(CallEnd(self._calls))
         self._calls += 1
         self._open = False

@@ -1,4 +1,4 @@
-"""What a parser asks of a request's tools: their names, and what their JSON schemas say of an argument."""
+"""The tools of a request: which calls an answer may have, and what the tools' JSON schemas say of an argument."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -74,6 +74,29 @@ class ToolSet:
         allowed.extend(self._types_of(branch, root, depth) for branch in lists.get("allOf", ()))
         found = [types for types in allowed if types is not None]
         return frozenset.intersection(*found) if found else None
+
+
+@dataclass(frozen=True)
+class CallRules:
+    """Which calls an answer may have, for every format and endpoint: its grammar and its parser are made of this.
+
+    tools: those that may be called. forced: the answer is nothing but calls, whose arguments follow their schemas.
+    parallel: it may have several. strict: the tools whose arguments follow their schemas, though the answer is free to
+    have no call.
+    """
+
+    tools: ToolSet
+    forced: bool = False
+    parallel: bool = True
+    strict: frozenset[str] = frozenset()
+
+    @property
+    def need_grammar(self) -> bool:
+        return self.forced or not self.parallel or bool(self.strict)
+
+    def follows_schema(self, name: str) -> bool:
+        """Whether the arguments of a tool have to follow its schema."""
+        return self.forced or name in self.strict
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ Neutral = Mapping[str, tuple[Any, ...]]
 
 NEUTRAL: Neutral = {
     "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
     "audio": (),
     "chat_template": (),
     "continue_final_message": (False,),
@@ -84,10 +85,11 @@ OF_GENERATION: Neutral = {
     "max_completion_tokens": (),
     "max_tokens": (),
     "n": (1,),
-    "parallel_tool_calls": (True, False),
+    "parallel_tool_calls": (True,),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
     "stream_options": ({"include_usage": True}, {"include_usage": False}),
     "structured_outputs": (),
     "tool_choice": ("none", "auto"),
@@ -164,10 +166,14 @@ class RequestBody(Piece):
     names: ClassVar[Mapping[str, str]] = {}
     """By the name of a chat completion's field, its name here, where that is another one."""
 
+    @classmethod
+    def not_carried_out(cls) -> Neutral:
+        """The fields that are refused here, unless they ask for the default."""
+        return {**NEUTRAL, **(OF_GENERATION if cls.generates else {}), **cls.neutral}
+
     def check_fields(self, policy: FieldPolicy) -> None:
         """Raises ApiError for a field that asks for what is not carried out."""
-        of_others = OF_GENERATION if self.generates else {}
-        policy.check(self.model_extra or {}, {**NEUTRAL, **of_others, **self.neutral})
+        policy.check(self.model_extra or {}, self.not_carried_out())
 
     @classmethod
     @contextmanager

@@ -1,11 +1,13 @@
 """POST /v1/chat/completions, and bodies of endpoints that are answered by way of a chat completion."""
 
 from abc import ABC, abstractmethod
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from gateway.formats.conversation import PromptEnd
+from gateway.formats.tools import CallRules, ToolSet
 from gateway.requests.body import OF_MESSAGES, FieldPolicy, JsonObject, Piece, RequestBody, invalid
 from gateway.requests.generation import MAX_STOP_CHARS, MAX_STOPS, CommonFields, GenerationRequest
 
@@ -65,6 +67,7 @@ class ChatMessage(Piece):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[TextPart] | None)] = ""
     name: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -72,8 +75,9 @@ class ChatMessage(Piece):
     def rendered(self) -> dict[str, Any]:
         """The message as chat formats expect it."""
         rendered: dict[str, Any] = {"role": self.role, "content": self.content}
-        for name in ("name", "reasoning_content", "tool_call_id"):
-            if (value := getattr(self, name)) is not None:
+        reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        for name, value in (("name", self.name), ("reasoning_content", reasoning), ("tool_call_id", self.tool_call_id)):
+            if value is not None:
                 rendered[name] = value
         if self.tool_calls:
             rendered["tool_calls"] = [
@@ -114,12 +118,33 @@ class NamedTool(Piece):
     function: _NamedFunction
 
 
-class ChatCompletionRequest(GenerationRequest):
+class ChatPromptFields(Piece):
+    """How a conversation becomes a prompt."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+
+    @model_validator(mode="after")
+    def _end_in_one_way(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise PydanticCustomError(
+                "continue_final_message", "continue_final_message: not together with add_generation_prompt"
+            )
+        return self
+
+    @property
+    def prompt_end(self) -> PromptEnd:
+        if self.continue_final_message:
+            return PromptEnd.OPEN_MESSAGE
+        return PromptEnd.LAST_MESSAGE if self.add_generation_prompt is False else PromptEnd.NEW_ANSWER
+
+
+class ChatCompletionRequest(GenerationRequest, ChatPromptFields):
     """The body of POST /v1/chat/completions."""
 
     prompt_field = "messages"
     default_tokens = None
-    neutral: ClassVar = {"add_special_tokens": (False,)}
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -128,8 +153,7 @@ class ChatCompletionRequest(GenerationRequest):
     tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    chat_template_kwargs: TemplateVariables | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> "ChatCompletionRequest":
@@ -153,12 +177,18 @@ class ChatCompletionRequest(GenerationRequest):
         """The tools that the model is told of."""
         return [] if self.tool_choice == "none" else [tool.rendered() for tool in self.tools or ()]
 
-    @property
-    def required_tools(self) -> list[dict[str, Any]]:
-        """Tools of which at least one is to be called; none: the model may answer as it likes."""
-        if isinstance(self.tool_choice, NamedTool):
-            return [tool for tool in self.usable_tools if tool["function"]["name"] == self.tool_choice.function.name]
-        return self.usable_tools if self.tool_choice == "required" else []
+    def call_rules(self) -> CallRules:
+        """Which calls the answer may have."""
+        tools, choice = self.usable_tools, self.tool_choice
+        if isinstance(choice, NamedTool):
+            named = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
+            return CallRules(ToolSet(named), forced=True, parallel=False)
+        return CallRules(
+            ToolSet(tools),
+            forced=choice == "required",
+            parallel=self.parallel_tool_calls is not False,
+            strict=frozenset(tool["function"]["name"] for tool in tools if tool["function"].get("strict")),
+        )
 
     @property
     def thinking(self) -> bool | None:

@@ -97,6 +97,7 @@ class GenerationRequest(RequestBody, CommonFields, StructureFields, ABC):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: Alternatives | None = None
 
     def generation(self, policy: FieldPolicy) -> Self:

@@ -4,8 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, Tag, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, Tag
 
 from gateway.requests.body import JsonObject, Piece, TextOr, kinds
 from gateway.requests.chat import MAX_TOOLS, CallId, ConvertedRequest, ToolName, chat_call
@@ -171,14 +170,6 @@ class CountTokensRequest(ConvertedRequest):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
-    @model_validator(mode="after")
-    def _the_last_turn_is_the_user_s(self) -> "CountTokensRequest":
-        if self.messages[-1].role == "assistant":
-            raise PydanticCustomError(
-                "prefill", "messages: expected the user's turn last; beginning the answer (prefill) is not supported"
-            )
-        return self
-
     def chat_fields(self) -> dict[str, Any]:
         given = self.system
         if given is not None and not isinstance(given, str):
@@ -193,6 +184,8 @@ class CountTokensRequest(ConvertedRequest):
             chosen = {"type": "function", "function": {"name": choice.name}}
         return {
             "messages": system + [message for turn in self.messages for message in messages_of(turn)],
+            # The beginning of the answer, which is called prefill.
+            "continue_final_message": self.messages[-1].role == "assistant",
             "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
             "tool_choice": chosen,
             "parallel_tool_calls": parallel,
@@ -204,7 +197,7 @@ class CountTokensRequest(ConvertedRequest):
         if self.thinking is not None and self.thinking.type == "disabled":
             return "none"
         wanted = self.output_config.effort if self.output_config else None
-        return "medium" if wanted is None and self.thinking is not None else "xhigh" if wanted == "max" else wanted
+        return "medium" if wanted is None and self.thinking is not None else wanted
 
     def _format(self) -> dict[str, Any] | None:
         wanted = self.output_config.format if self.output_config else None

@@ -55,27 +55,33 @@ class StructureFields(Piece):
     guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
     guided_grammar: str | None = None
 
-    def structure(self) -> Structure | None:
-        """What the text has to look like; None: anything. Raises ApiError if there are two answers to that."""
-        try:
-            wanted = {name: made for name, made in self._structures().items() if made is not None}
-        except ValidationError as error:
-            message = f"the structure of the answer cannot be used: {first_error(error)['msg']}"
-            raise ApiError(400, message) from error
-        if len(wanted) > 1:
-            raise ApiError(400, f"{' and '.join(wanted)}: expected one of them", param=next(iter(wanted)))
-        return next(iter(wanted.values()), None)
+    def structure(self) -> tuple[str, Structure] | None:
+        """What the text has to look like, and the field that says so; None: anything.
 
-    def _structures(self) -> dict[str, Structure | None]:
+        Raises ApiError if there are two answers to that.
+        """
+        given = self._structures()
+        if len(given) > 1:
+            raise ApiError(400, f"{' and '.join(given)}: expected one of them", param=next(iter(given)))
+        for name, (kind, value) in given.items():
+            try:
+                return name, JSON_OBJECT if kind == "json_object" else _MAKERS[kind](value)
+            except ValidationError as error:
+                raise ApiError(400, f"{name}: {first_error(error)['msg']}", param=name) from error
+        return None
+
+    def _structures(self) -> dict[str, tuple[str, Any]]:
+        """By field that is given, the kind of structure and what it is made of."""
         form, outputs = self.response_format, self.structured_outputs or StructuredOutputs()
         schema = form.json_schema.schema_ if form and form.type == "json_schema" and form.json_schema else None
-        return {
-            "response_format": JSON_OBJECT if form and form.type == "json_object" else _made("json", schema),
-            "structured_outputs.json": _made("json", outputs.json_),
-            **{f"structured_outputs.{kind}": _made(kind, getattr(outputs, kind)) for kind in _MAKERS if kind != "json"},
-            "structured_outputs.json_object": JSON_OBJECT if outputs.json_object else None,
-            **{f"guided_{kind}": _made(kind, getattr(self, f"guided_{kind}")) for kind in _MAKERS},
+        given = {
+            "response_format": ("json_object", True) if form and form.type == "json_object" else ("json", schema),
+            "structured_outputs.json": ("json", outputs.json_),
+            **{f"structured_outputs.{kind}": (kind, getattr(outputs, kind)) for kind in _MAKERS if kind != "json"},
+            "structured_outputs.json_object": ("json_object", outputs.json_object or None),
+            **{f"guided_{kind}": (kind, getattr(self, f"guided_{kind}")) for kind in _MAKERS},
         }
+        return {name: (kind, value) for name, (kind, value) in given.items() if value is not None}
 
 
 def _schema(schema: dict[str, Any] | str) -> Structure:
@@ -88,7 +94,3 @@ _MAKERS: dict[str, Callable[[Any], Structure]] = {
     "choice": lambda options: TextChoice(options=tuple(options)),
     "grammar": lambda text: Lark(grammar=text),
 }
-
-
-def _made(kind: str, value: Any) -> Structure | None:
-    return None if value is None else _MAKERS[kind](value)

@@ -46,7 +46,7 @@ def run(environment: str, program: str, *arguments: str, **variables: str) -> No
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("library", ["litellm", "langchain"])
+@pytest.mark.parametrize("library", ["litellm", "langchain", "agents"])
 def test_a_library_gets_text_reasoning_and_calls(service: World, library: str) -> None:
     run(library, "python", str(PROGRAMS / f"{library}_client.py"), service.gateway.url, json.dumps(WEATHER))
 

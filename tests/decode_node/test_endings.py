@@ -13,14 +13,6 @@ from tests.decode_node.world import GATEWAY, HOT, PREFILL, World, counted
 from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S
 
 
-def test_nothing_that_may_be_drawn_ends_a_request_with_an_error() -> None:
-    h = World()
-    h.ask("a", sampling=Sampling(allowed_token_ids=(5,), bad_words=((5,),)))
-    h.ask("b", tokens=4)
-    h.run()
-    assert h.ended == {"a": "error", "b": "length"}
-
-
 def test_a_late_write_after_an_abort_hits_nobody() -> None:
     """sglang PRs 24580, 31357: a write that arrived after the abort corrupted another request."""
     h = World(host_slots=200, quiet=False)

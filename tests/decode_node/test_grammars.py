@@ -3,11 +3,13 @@
 import json
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from control.grammar import Grammar, JsonSchema, Regex, TextChoice
 from control.messages import Sampling
+from engine.grammar.state import GrammarState
 from engine.grammar.vocabulary import Vocabulary
 from tests.decode_node.world import GATEWAY, HOT, VOCAB, World, counted
 from tests.gateway.world import EOS, byte_tokenizer
@@ -47,6 +49,31 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(h: World) -> N
     assert h.ended == {"bad": "invalid", "good": "length"}
     assert "nonsense" in (h.errors["bad"] or "")
     assert h.answers["bad"] == []
+
+
+@pytest.mark.parametrize(
+    ("grammar", "limit"),
+    [
+        (Grammar(structure=TextChoice(options=("abc",))), {"bad_words": ((ord("b"), ord("c")),)}),
+        (Grammar(structure=TextChoice(options=("abc",))), {"allowed_token_ids": (5,)}),
+        (None, {"allowed_token_ids": (5,), "bad_words": ((5,),)}),
+    ],
+)
+def test_constraints_that_leave_no_token_are_the_client_s_mistake(
+    h: World, grammar: Grammar | None, limit: dict[str, Any]
+) -> None:
+    h.ask("none", grammar=grammar, sampling=Sampling(temperature=0, **limit))
+    h.ask("good", prompt=(1, 5), tokens=5)
+    h.run()
+    assert h.ended == {"none": "invalid", "good": "length"}
+    assert "leaves no token to choose" in (h.errors["none"] or "")
+
+
+def test_a_grammar_that_no_token_continues_is_the_client_s_mistake(h: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GrammarState, "_failure", lambda state: "too complex")
+    h.ask("none", grammar=WORDS)
+    h.run()
+    assert (h.ended, h.errors["none"]) == ({"none": "invalid"}, "too complex")
 
 
 def test_without_a_tokenizer_a_grammar_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""The tables of flags and metrics in docs/reference.md, made from the code.
+"""The tables of flags and metrics in docs/reference.md, and of fields in README.md, made from the code.
 
 `python -m tests.docs.tables` rewrites them in place; a test checks that they are up to date.
 """
@@ -10,8 +10,14 @@ import typer
 
 from base.metrics import Metrics
 from cli.main import app
+from gateway.endpoints import ENDPOINTS, Computes, Generates
+from gateway.requests.chat import ChatCompletionRequest
+from gateway.requests.completions import CompletionRequest
+from gateway.requests.tokens import DetokenizeRequest
 
-REFERENCE = Path(__file__).parents[2] / "docs" / "reference.md"
+ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "docs" / "reference.md"
+README = ROOT / "README.md"
 COMMANDS = ("serve", "gateway", "prefill", "decode", "tiny-model")
 
 
@@ -49,13 +55,54 @@ def metrics_table() -> str:
     return "\n".join(lines)
 
 
-def with_tables(text: str) -> str:
-    """The text of docs/reference.md with both tables replaced."""
-    for marker, table in (("flags", flags_table()), ("metrics", metrics_table())):
+BODIES = {
+    endpoint.path: endpoint.body
+    for endpoint in ENDPOINTS
+    if isinstance(endpoint, Generates | Computes) and endpoint.body is not DetokenizeRequest
+}
+CELLS = ("yes", "refused", "ignored")
+
+
+def cell(path: str, field: str) -> str:
+    """What an endpoint does with a field."""
+    body = BODIES[path]
+    return "yes" if field in body.model_fields else "refused" if field in body.not_carried_out() else "ignored"
+
+
+def fields_table() -> str:
+    """What becomes of each field at each endpoint that takes a prompt."""
+    known = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}
+    known = known.union(*(body.not_carried_out() for body in BODIES.values())) - {
+        "model",
+        "prompt",
+        "messages",
+        "stream",
+    }
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for field in sorted(known):
+        rows.setdefault(tuple(cell(path, field) for path in BODIES), []).append(f"`{field}`")
+    heads = [f"`{path}`" for path in BODIES]
+    lines = [f"| fields | {' | '.join(heads)} |", "| --- |" + " --- |" * len(heads)]
+    ordered = sorted(rows.items(), key=lambda row: [CELLS.index(each) for each in row[0]])
+    return "\n".join([*lines, *(f"| {', '.join(fields)} | {' | '.join(cells)} |" for cells, fields in ordered)])
+
+
+def readme_rows(marker: str) -> list[list[str]]:
+    """The cells of a table of README.md, its head first."""
+    table = README.read_text().partition(f"<!-- {marker} -->\n")[2].partition(f"\n<!-- /{marker} -->")[0]
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    return [head, *rows]
+
+
+def with_tables(path: Path) -> str:
+    """The text of a page with its tables replaced."""
+    text = path.read_text()
+    tables = {REFERENCE: {"flags": flags_table, "metrics": metrics_table}, README: {"fields": fields_table}}
+    for marker, table in ((marker, make()) for marker, make in tables[path].items()):
         block = f"<!-- {marker} -->\n{table}\n<!-- /{marker} -->"
         text, found = re.subn(rf"<!-- {marker} -->.*?<!-- /{marker} -->", lambda _: block, text, flags=re.DOTALL)  # noqa: B023
         if not found:
-            raise ValueError(f"{REFERENCE} has no place for the {marker} table")
+            raise ValueError(f"{path} has no place for the {marker} table")
     return text
 
 
@@ -68,4 +115,5 @@ def _default(value: object) -> str:
 
 
 if __name__ == "__main__":
-    REFERENCE.write_text(with_tables(REFERENCE.read_text()))
+    for page in (REFERENCE, README):
+        page.write_text(with_tables(page))

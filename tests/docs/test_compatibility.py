@@ -1,7 +1,6 @@
 """The README's table of what is supported says what the code and OpenAI's own client say."""
 
 import re
-from pathlib import Path
 
 import pytest
 from openai.types import completion_create_params
@@ -11,10 +10,9 @@ from gateway.openapi import document
 from gateway.requests.body import NEUTRAL
 from gateway.requests.chat import ChatCompletionRequest
 from gateway.requests.completions import CompletionRequest
+from tests.docs.tables import readme_rows
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-TABLE = README.partition("<!-- compatibility -->")[2].partition("<!-- /compatibility -->")[0]
-ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TABLE.strip().splitlines()[2:]]
+ROWS = readme_rows("compatibility")[1:]
 OURS = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}
 OPENAI = {
     *completion_create_params.CompletionCreateParamsBase.__annotations__,

@@ -1,16 +1,17 @@
 """The pages say what the code says."""
 
 import re
+from pathlib import Path
 
-from tests.docs.tables import COMMANDS, REFERENCE, flags_table, with_tables
+import pytest
 
-README = REFERENCE.parents[1] / "README.md"
+from tests.docs.tables import COMMANDS, README, REFERENCE, flags_table, with_tables
 
 
-def test_the_tables_are_up_to_date() -> None:
+@pytest.mark.parametrize("page", [REFERENCE, README], ids=lambda page: page.name)
+def test_the_tables_are_up_to_date(page: Path) -> None:
     """`python -m tests.docs.tables` rewrites them."""
-    text = REFERENCE.read_text()
-    assert with_tables(text) == text
+    assert with_tables(page) == page.read_text()
 
 
 def test_every_flag_that_the_readme_mentions_exists() -> None:

@@ -79,9 +79,54 @@ def test_probes_and_scrapes_need_no_key_and_everything_else_does(start_gateway: 
     gateway = start_gateway(api_keys=("sk-one",))
     for path, code in (("/health", 200), ("/ready", 503), ("/metrics", 200), ("/version", 200)):
         assert httpx.get(gateway.url + path).status_code == code
-    for path in ("/", "/v1", "/v1/nothing", "/v1/models/x", "/docs", "/health/", "//v1/models", "/openapi.json"):
+        assert httpx.get(f"{gateway.url}{path}/", follow_redirects=True).status_code == code
+    assert httpx.head(f"{gateway.url}/health").status_code == 200
+    assert httpx.head(f"{gateway.url}/ready").status_code == 503
+    for path in ("/", "/v1", "/v1/nothing", "/v1/models/x", "/docs", "/health//", "//v1/models", "/openapi.json"):
         assert httpx.get(gateway.url + path).status_code == 401, path
     assert httpx.post(f"{gateway.url}/v1/completions", content=b"no JSON").status_code == 401
+
+
+@pytest.mark.parametrize("gateway", [{"allowed_origins": ("https://chat.example",)}], indirect=True)
+def test_web_pages_of_other_origins_may_not_post(gateway: RunningGateway, decode: FakeDecodeNode) -> None:
+    """Without keys: a browser lets any page post to a service on the user's machine."""
+    for origin, status in (
+        ("https://evil.example", 403),
+        ("null", 403),
+        ("http://127.0.0.1:1", 403),
+        ("https://[", 403),
+        ("https://chat.example", 200),
+        (gateway.url, 200),
+    ):
+        for path in ("/v1/completions", "/tokenize"):
+            answer = httpx.post(f"{gateway.url}{path}", json=PROMPT, headers={"Origin": origin})
+            assert answer.status_code == status, (origin, path)
+        assert httpx.get(f"{gateway.url}/v1/models", headers={"Origin": origin}).status_code == 200
+    assert refused(gateway, "origin") == 8
+
+
+def test_a_key_allows_web_pages_of_every_origin(start_gateway: Start) -> None:
+    gateway = start_gateway(api_keys=("sk-one",))
+    headers = {"Origin": "https://chat.example", "Authorization": "Bearer sk-one"}
+    assert httpx.post(f"{gateway.url}/tokenize", json={"prompt": "a"}, headers=headers).status_code == 200
+
+
+def test_bodies_that_a_web_page_can_send_are_no_json(gateway: RunningGateway, decode: FakeDecodeNode) -> None:
+    body = json.dumps(PROMPT)
+    for media_type, status in (
+        ("text/plain", 415),
+        ("text/plain; charset=application/json", 415),
+        ("application/x-www-form-urlencoded", 415),
+        ("multipart/form-data; boundary=x", 415),
+        ("", 415),
+        ("application/json", 200),
+        ("Application/JSON; charset=utf-8", 200),
+        ("application/vnd.api+json", 200),
+    ):
+        for path in ("/v1/completions", "/tokenize"):
+            answer = httpx.post(f"{gateway.url}{path}", content=body, headers={"Content-Type": media_type})
+            assert answer.status_code == status, (media_type, path)
+    assert httpx.post(f"{gateway.url}/v1/completions", content=body).status_code == 200
 
 
 def test_keys_come_from_a_file_too(start_gateway: Start, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from gateway.answers.completions import CompletionAnswer
 from gateway.answers.openai import OpenAIAnswer
 from gateway.answers.streamed import Column, encode_json
 from gateway.attempt import Delta, TokenizedRequest
+from gateway.chat_reading import ChatReading
 from gateway.detokenizer import TextOptions
-from gateway.formats.tools import ToolSet
-from gateway.preparer import ApiRequest, ChatReading, PreparedRequest
+from gateway.formats.tools import CallRules, ToolSet
+from gateway.preparer import ApiRequest, PreparedRequest
 from gateway.requests.chat import ChatCompletionRequest
 from gateway.requests.completions import CompletionRequest
 from tests.gateway.formats.examples import TOOLS, parsing_format
@@ -38,6 +40,7 @@ PIECES = [
     "</think>",
     ".",
 ]
+TOKENIZER: Any = SimpleNamespace(system_fingerprint="fp_1", piece=str)
 HELD = held_answers().account()
 FIELDS = [
     {},
@@ -68,7 +71,7 @@ def assert_same_bytes(answer: OpenAIAnswer[Any], pieces: Sequence[str]) -> None:
 @pytest.mark.parametrize("fields", [*FIELDS, {"echo": True}])
 def test_of_completions(fields: dict[str, object]) -> None:
     request = CompletionRequest.model_validate({"prompt": ["text of a choice", "b"], "stream": True, **fields})
-    assert_same_bytes(CompletionAnswer(prepared(request), "text of a choice", None, HELD), PIECES)  # type: ignore[arg-type]
+    assert_same_bytes(CompletionAnswer(prepared(request), "text of a choice", TOKENIZER, HELD), PIECES)
 
 
 @pytest.mark.parametrize("fields", FIELDS)
@@ -78,8 +81,8 @@ def test_of_chats(reasoning: bool, tools: Sequence[dict[str, object]], fields: d
     request = ChatCompletionRequest.model_validate(
         {"messages": [{"role": "user", "content": "a"}], "n": 2, "stream": True, **fields}
     )
-    reading = ChatReading(parsing_format("glm"), ToolSet(tools), reasoning)
-    answer = ChatAnswer(prepared(request, reading), "text of a choice", None, HELD)  # type: ignore[arg-type]
+    reading = ChatReading(parsing_format("glm"), CallRules(ToolSet(tools)), reasoning)
+    answer = ChatAnswer(prepared(request, reading), "text of a choice", TOKENIZER, HELD)
     assert_same_bytes(answer, PIECES)
 
 
@@ -97,7 +100,7 @@ def test_columns_are_lists_of_their_document(number: int) -> None:
 def test_an_answer_that_begins_anew_forgets_what_it_had() -> None:
     request = CompletionRequest.model_validate({"prompt": ["a", "b"], "return_token_ids": True})
     held = held_answers().account()
-    answer = CompletionAnswer(prepared(request), "m", None, held)  # type: ignore[arg-type]
+    answer = CompletionAnswer(prepared(request), "m", TOKENIZER, held)
     for index in (0, 1):
         answer.keep(index, Delta("lost", (Token(token_id=7),), (0,), None, first=True))
         once = held.held

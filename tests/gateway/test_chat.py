@@ -8,7 +8,6 @@ import openai
 import pytest
 
 from tests.gateway.world import (
-    CHAT_TEMPLATE,
     GLM_TEMPLATE,
     LONG_CONTEXT,
     QUESTION,
@@ -137,18 +136,11 @@ def test_each_answer_of_several_is_taken_apart_by_itself(glm: World) -> None:
 
 def test_a_file_may_replace_the_template(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
-    template.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    template.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}{{ tools | length }}")
     checkpoint = write_checkpoint(tmp_path / "checkpoint", GLM_TEMPLATE, LONG_CONTEXT)
     with World(checkpoint, chat_template=template, tool_call_parser="glm47", reasoning_parser="none") as service:
         service.says("a</think>" + glm_call("Rome"))
         message = service.chat(QUESTION).choices[0].message
-        assert service.prompt == "[How is it in Rome?]"
+        assert service.prompt == "[How is it in Rome?]1"
         assert message.content == "a</think>"
         assert len(message.tool_calls) == 1
-
-
-def test_a_template_that_knows_no_tools_leaves_them_out(tmp_path: Path) -> None:
-    with World(write_checkpoint(tmp_path, CHAT_TEMPLATE, LONG_CONTEXT)) as service:
-        service.says("hello")
-        assert service.chat(QUESTION).choices[0].message.content == "hello"
-        assert "weather" not in service.prompt

@@ -1,6 +1,7 @@
 """Fields of requests that say how an answer is drawn, how many there are, and what its text has in it."""
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -9,11 +10,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from control.messages import Sampling
-from gateway.endpoints import ENDPOINTS, Generates
 from gateway.errors import ApiError
-from gateway.requests.body import NEUTRAL, OF_GENERATION, FieldPolicy
-from gateway.requests.chat import ChatCompletionRequest
-from gateway.requests.completions import CompletionRequest
+from gateway.requests.body import FieldPolicy
+from tests.docs.tables import BODIES, CELLS, readme_rows
 from tests.gateway.nodes import CONTEXT, FakeDecodeNode, wait_until
 from tests.gateway.world import EOS, MODEL, RunningGateway, World
 
@@ -197,30 +196,38 @@ def test_chunks_of_text_alone_equal_chunks_with_more(http: httpx.Client, path: s
         chunks = chunks_of(http.post(path, json=body | more))
         for chunk in chunks:
             chunk["id"] = chunk["created"] = 0
+            chunk.pop("prompt_token_ids", None)
             for choice in chunk["choices"]:
                 assert ("token_ids" in choice) == bool(more) or choice.get("delta", {}).get("role")
                 choice.pop("token_ids", None)
+                choice.pop("prompt_token_ids", None)
         made.append(sorted(json.dumps(chunk) for chunk in chunks))
     assert made[0] == made[1]
 
 
-BODIES = {endpoint.path: endpoint.body for endpoint in ENDPOINTS if isinstance(endpoint, Generates)}
-OF_OPENAI = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}
+HEAD, *ROWS = readme_rows("fields")
+ANY = {"guided_json", "structured_outputs", "stream_options"}
+"""Fields that take any object."""
+PATHS = [path.strip("`") for path in HEAD[1:]]
 INPUT: dict[str, Any] = {"prompt": "a", "input": "a", "messages": [{"role": "user", "content": "a"}]}
 
 
-@pytest.mark.parametrize("path", BODIES)
-def test_every_field_is_carried_out_or_refused_by_name(http: httpx.Client, path: str) -> None:
-    kind = BODIES[path]
+@pytest.mark.parametrize("path", PATHS)
+def test_every_field_becomes_of_what_the_readme_says(http: httpx.Client, path: str) -> None:
     needed = {**INPUT, "max_tokens": 1, "max_output_tokens": 1}
-    body = {name: value for name, value in needed.items() if name in kind.model_fields}
-    known = OF_OPENAI | NEUTRAL.keys() | OF_GENERATION.keys() | kind.neutral.keys()
-    refused = known - kind.model_fields.keys() - INPUT.keys() - {"parallel_tool_calls"}
-    assert http.post(path, json=body | dict.fromkeys(refused)).status_code == 200
-    for field in refused:
-        answer = http.post(path, json=body | {field: "something"})
-        assert answer.status_code == 400, field
-        assert answer.json()["error"]["message"].startswith(f"{field}: not supported here"), field
+    body = {name: value for name, value in needed.items() if name in BODIES[path].model_fields}
+    if path == "/tokenize":
+        del body["prompt"]
+    said = {field: row[1 + PATHS.index(path)] for row in ROWS for field in re.findall(r"`(\w+)`", row[0])}
+    assert set(said.values()) <= set(CELLS)
+    others = [field for field, word in said.items() if word != "yes"]
+    assert http.post(path, json=body | dict.fromkeys(others)).status_code == 200
+    for field, word in said.items():
+        # No field takes this: what is carried out is refused as a wrong value, by name.
+        answer = http.post(path, json=body | {field: {"a": {}}})
+        message = (answer.json().get("error") or {}).get("message", "")
+        assert message.startswith(f"{field}: not supported here") == (word == "refused"), (field, message)
+        assert (answer.status_code == 200) == (word == "ignored") or (word == "yes" and field in ANY), (field, message)
 
 
 def test_a_field_that_nobody_knows_is_ignored_and_logged_once() -> None:

@@ -10,7 +10,9 @@ import pytest
 
 from control.messages import Output, Token
 from gateway import decode_client
-from gateway.requests.body import HARMLESS, NEUTRAL
+from gateway.requests.body import HARMLESS, RequestBody
+from gateway.requests.chat import ChatCompletionRequest
+from gateway.requests.completions import CompletionRequest
 from tests.gateway.nodes import CONTEXT, FakeDecodeNode, FakeNode, wait_until
 from tests.gateway.world import EOS, MODEL, RunningGateway, World
 
@@ -105,10 +107,14 @@ def test_stop_token_ids_end_an_answer_beside_the_models_own(client: Any, decode:
 
 
 def test_fields_that_ask_for_nothing_are_accepted(client: Any) -> None:
-    idle: dict[str, Any] = {name: values[0] if values else None for name, values in NEUTRAL.items()}
-    idle |= dict.fromkeys(HARMLESS, "x")
-    client.completions.create(model=MODEL, prompt="a", extra_body=idle)
-    client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}], extra_body=idle)
+    def idle(kind: type[RequestBody]) -> dict[str, Any]:
+        fields = {name: values for name, values in kind.not_carried_out().items() if name not in kind.model_fields}
+        own = {name: values[0] if values else None for name, values in fields.items()}
+        return {**own, **dict.fromkeys(HARMLESS, "x")}
+
+    client.completions.create(model=MODEL, prompt="a", extra_body=idle(CompletionRequest))
+    turns = [{"role": "user", "content": "hi"}]
+    client.chat.completions.create(model=MODEL, messages=turns, extra_body=idle(ChatCompletionRequest))
 
 
 def test_streaming_completion(client: Any) -> None:
@@ -220,7 +226,11 @@ def test_models(client: Any) -> None:
 
 def test_unknown_paths_and_methods(http: httpx.Client) -> None:
     assert http.get("/v1/nothing").json()["error"]["message"] == "/v1/nothing: Not Found"
-    assert http.get("/v1/completions").status_code == 405
+    answer = http.get("/v1/completions")
+    assert (answer.status_code, answer.headers["Allow"]) == (405, "POST")
+    answer = http.post("/health")
+    assert answer.status_code == 405
+    assert set(answer.headers["Allow"].split(", ")) == {"GET", "HEAD"}
 
 
 def test_many_at_once(client: Any) -> None:

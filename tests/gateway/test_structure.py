@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from control.grammar import JSON_OBJECT, Grammar, JsonSchema, Lark, Regex, Structure, TextChoice
@@ -43,10 +44,11 @@ def test_text_is_free_by_default(http: httpx.Client, decode: FakeDecodeNode) -> 
 
 def test_behind_reasoning_the_structure_begins(glm: World) -> None:
     glm.says("well</think>{}")
-    glm.chat(QUESTION, response_format={"type": "json_object"})
+    glm.chat(QUESTION, tools=openai.omit, response_format={"type": "json_object"})
     assert glm.decode.generated[0].grammar == Grammar(structure=JSON_OBJECT, after="</think>")
     glm.says("{}")
-    glm.chat(QUESTION, response_format={"type": "json_object"}, extra_body={"reasoning_effort": "none"})
+    none = {"reasoning_effort": "none"}
+    glm.chat(QUESTION, tools=openai.omit, response_format={"type": "json_object"}, extra_body=none)
     assert glm.decode.generated[0].grammar == Grammar(structure=JSON_OBJECT)
 
 
@@ -63,8 +65,21 @@ def test_a_call_that_is_required_is_a_grammar(deepseek: World, choice: Any) -> N
 
 
 def test_a_grammar_that_no_node_can_compile_is_the_clients_mistake(http: httpx.Client, decode: FakeDecodeNode) -> None:
-    decode.invalid = "the JSON schema at /a cannot be compiled"
+    decode.invalid = "json_schema at /properties/a: cannot be compiled"
     answer = http.post("/v1/completions", json={"prompt": "a", "response_format": {"type": "json_object"}})
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == decode.invalid
+    error = answer.json()["error"]
+    assert (error["message"], error["param"]) == (f"response_format: {decode.invalid}", "response_format")
     assert len(decode.generated) == 1
+
+
+def test_the_field_of_a_grammar_is_named_as_the_endpoint_names_it(deepseek: World) -> None:
+    deepseek.decode.invalid = "json_schema at /properties/a: cannot be compiled"
+    form = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+    answer = httpx.post(f"{deepseek.gateway.url}/v1/responses", json={"input": "a", "text": {"format": form}})
+    assert answer.json()["error"]["message"] == f"text.format: {deepseek.decode.invalid}"
+    answer = httpx.post(
+        f"{deepseek.gateway.url}/v1/completions",
+        json={"prompt": "a", "structured_outputs": {"regex": "a" * 2**16}},
+    )
+    assert answer.json()["error"]["param"] == "structured_outputs.regex"

@@ -41,7 +41,8 @@ GLM_TEMPLATE = (
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}"
     "{% for k, v in c.function.arguments.items() %}<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value>"
     "{% endfor %}</tool_call>{% endfor %}{% endfor %}"
-    "<|assistant|>{% if enable_thinking is defined and not enable_thinking %}</think>{% else %}<think>{% endif %}"
+    "{% if add_generation_prompt %}<|assistant|>"
+    "{% if enable_thinking is defined and not enable_thinking %}</think>{% else %}<think>{% endif %}{% endif %}"
 )
 WEATHER: dict[str, Any] = {
     "type": "function",

@@ -1,4 +1,4 @@
-"""litellm against the gateway at argv[1]: chat, streams, tools, responses, and Anthropic's API."""
+"""litellm against the gateway at argv[1]: chat, streams, tools, responses, Anthropic's API, fallbacks."""
 
 import json
 import sys
@@ -32,3 +32,11 @@ try:
 except litellm.BadRequestError as error:
     refusal = str(error)
 assert "temperature" in refusal, refusal
+
+# What is too long goes to another model.
+LONG = [{"role": "user", "content": "a" * 100_000}]
+larger = {"model": "openai/larger", "api_key": "none", "mock_response": "There is room."}
+for service in (OPENAI, ANTHROPIC):
+    models = [{"model_name": name, "litellm_params": of} for name, of in (("tiny", service), ("larger", larger))]
+    router = litellm.Router(model_list=models, context_window_fallbacks=[{"tiny": ["larger"]}], num_retries=0)
+    assert router.completion(model="tiny", messages=LONG).choices[0].message.content == "There is room."

@@ -1,10 +1,12 @@
 """Every kind of grammar allows what it says and nothing else."""
 
+from typing import Any
+
 import pytest
 
 from control.grammar import JSON_OBJECT, JsonSchema, Lark, Regex, Structure, TextChoice
 from engine.grammar.errors import GrammarError
-from gateway.formats.tools import ToolSet
+from gateway.formats.tools import CallRules, ToolSet
 from tests.engine.grammar.small import (
     END_OF_CALL,
     END_OF_THINKING,
@@ -95,9 +97,15 @@ def test_free_text_ends_with_the_first_occurrence_of_a_plain_marker() -> None:
         ),
         (JsonSchema(schema_text='{"$ref": "http://example.com/s"}'), "Default retriever does not fetch"),
         (Regex(pattern="(?=a)"), "regex: .*look-around"),
-        (Regex(pattern="(a"), "regex: .*unclosed group"),
+        (Regex(pattern="(a"), "regex: invalid regex .*unclosed group"),
         (Lark(grammar="start: a"), 'lark: .*unknown name: "a"'),
         (Lark(grammar="root ::= ("), "lark: the GBNF grammar cannot be read"),
+        (Lark(grammar="root ::= x"), "lark: the GBNF grammar cannot be read: Rule 'x' not found"),
+        (Lark(grammar='start: a b\na: "x"\nb: %json {"items": {"type": "foo"}}'), "lark at /items: Invalid type: foo"),
+        (
+            Lark(grammar="start: %json " + '{"items":' * 80 + "{}" + "}" * 80),
+            "nested more than 64 deep at /items/items",
+        ),
     ],
 )
 def test_an_error_names_the_part(structure: Structure, message: str) -> None:
@@ -106,10 +114,37 @@ def test_an_error_names_the_part(structure: Structure, message: str) -> None:
             compiled(structure, after)
 
 
+@pytest.mark.parametrize("family", ["dsml", "glm", "hermes"])
+@pytest.mark.parametrize(
+    ("parameters", "place"),
+    [
+        (
+            {"properties": {"a/b": {"items": {"type": "foo"}, "type": "array"}}},
+            "f at /properties/a~1b/items: Invalid type",
+        ),
+        (
+            {"properties": {"n": {"$ref": "#/$defs/d"}}, "$defs": {"d": {"type": "array", "uniqueItems": True}}},
+            r"f at /\$defs/d: Unimpl",
+        ),
+    ],
+)
+def test_an_error_in_a_tool_names_it_and_the_place(family: str, parameters: dict[str, Any], place: str) -> None:
+    tools = ToolSet([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    grammar = parsing_format(family).call_grammar(CallRules(tools, forced=True))
+    assert grammar is not None
+    with pytest.raises(GrammarError, match=f"^{place}"):
+        compiled(Lark(grammar=grammar))
+
+
+def test_formats_that_nothing_enforces_are_annotations_in_a_lark_grammar_too() -> None:
+    assert accepts(compiled(Lark(grammar='start: %json {"type": "string", "format": "binary"}')).start(), '"a"')
+
+
 def test_calls_of_a_chat_format_are_written_with_the_tokens_of_its_markers() -> None:
     ids = {TOOL_CALL: id_of(TOOL_CALL), END_OF_CALL: id_of(END_OF_CALL)}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}}
-    grammar = parsing_format("glm").call_grammar(ToolSet([tool]), parallel=False, token_ids=ids)
+    rules = CallRules(ToolSet([tool]), forced=True, parallel=False)
+    grammar = parsing_format("glm").call_grammar(rules, ids)
     assert grammar is not None
     state = compiled(Lark(grammar=grammar)).start()
     assert allowed(state) == {ids[TOOL_CALL]}

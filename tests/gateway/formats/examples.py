@@ -14,7 +14,7 @@ from typing import Any
 
 from gateway.formats.families import ChatFormat, choose_format
 from gateway.formats.parsing import CallArguments, CallBegin, CallEnd, CallParser, ContentDelta, Event, ReasoningDelta
-from gateway.formats.tools import ToolSet
+from gateway.formats.tools import CallRules, ToolSet
 
 
 def tool(name: str, properties: dict[str, Any] | None = None, required: list[str] | None = None) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def parsing_format(family: str) -> ChatFormat:
 
 
 def parser_of(family: str, *, reasoning: bool, whole_calls: bool = False) -> CallParser:
-    parser = parsing_format(family).parser(ToolSet(TOOLS), reasoning=reasoning, whole_calls=whole_calls)
+    parser = parsing_format(family).parser(CallRules(ToolSet(TOOLS)), reasoning=reasoning, whole_calls=whole_calls)
     numbers = itertools.count()
     parser.new_id = lambda: f"call_{next(numbers)}"
     return parser

@@ -1,6 +1,7 @@
 # ruff: noqa: RUF001 - DSML has full-width bars
 """Grammars of calls: what they let through is what the parsers read as calls, and calls alone."""
 
+import itertools
 import json
 import random
 import tracemalloc
@@ -13,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 from control.grammar import MAX_LARK, Lark
 from engine.grammar.vocabulary import Vocabulary
 from gateway.formats.conversation import FormatError
-from gateway.formats.tools import ToolSet
+from gateway.formats.tools import CallRules, ToolSet
 from tests.gateway.formats.examples import TOOLS, calls_of, content_of, parse, parsing_format, tool
 from tests.gateway.world import EOS, byte_tokenizer
 
@@ -75,6 +76,10 @@ def vocabulary() -> Any:
 TOKEN_IDS = {text: tokenizer().token_to_id(text) for text in MARKERS}
 
 
+def forced(tools: list[dict[str, Any]], parallel: bool = True) -> CallRules:
+    return CallRules(ToolSet(tools), forced=True, parallel=parallel)
+
+
 def matcher_of(grammar: str | None, tokens: Any = None) -> Any:
     assert grammar is not None
     tokens = tokens or llguidance.LLTokenizer("byte")
@@ -92,7 +97,7 @@ def accepts(grammar: str | None, text: str) -> bool:
 
 @pytest.mark.parametrize("family", ["dsml", "glm", "hermes"])
 def test_some_call_is_demanded(family: str) -> None:
-    grammar = parsing_format(family).call_grammar(ToolSet(TOOLS))
+    grammar = parsing_format(family).call_grammar(forced(TOOLS))
     assert not accepts(grammar, "")
     assert not accepts(grammar, "Hello.")
 
@@ -100,17 +105,36 @@ def test_some_call_is_demanded(family: str) -> None:
 @pytest.mark.parametrize(("family", "first", "second"), WRITTEN)
 def test_calls_in_the_familys_layout_are_let_through(family: str, first: str, second: str) -> None:
     chosen = parsing_format(family)
-    assert accepts(chosen.call_grammar(ToolSet(TOOLS)), first)
-    assert accepts(chosen.call_grammar(ToolSet(TOOLS)), second)
-    assert not accepts(chosen.call_grammar(ToolSet(TOOLS), parallel=False), second)
-    assert accepts(chosen.call_grammar(ToolSet(TOOLS[1:2])), first)
-    assert not accepts(chosen.call_grammar(ToolSet(TOOLS[2:])), first)
-    assert not accepts(chosen.call_grammar(ToolSet(TOOLS)), first.replace("location", "lacking"))
+    assert accepts(chosen.call_grammar(forced(TOOLS)), first)
+    assert accepts(chosen.call_grammar(forced(TOOLS)), second)
+    assert not accepts(chosen.call_grammar(forced(TOOLS, parallel=False)), second)
+    assert accepts(chosen.call_grammar(forced(TOOLS[1:2])), first)
+    assert not accepts(chosen.call_grammar(forced(TOOLS[2:])), first)
+    assert not accepts(chosen.call_grammar(forced(TOOLS)), first.replace("location", "lacking"))
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize(("family", "first", "second"), WRITTEN)
+def test_an_answer_that_is_free_to_call_may(family: str, first: str, second: str, tokens: bool) -> None:
+    wrong = first.replace("location", "lacking")
+    for parallel, strict in itertools.product((True, False), (frozenset(), frozenset({"get_weather"}))):
+        rules = CallRules(ToolSet(TOOLS), parallel=parallel, strict=strict)
+        grammar = parsing_format(family).call_grammar(rules, TOKEN_IDS if tokens else None)
+
+        def allows(text: str, grammar: str | None = grammar) -> bool:
+            matcher = matcher_of(grammar, vocabulary())
+            ids = tokenizer().encode(text).ids if tokens else list(text.encode())
+            return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
+
+        assert all(map(allows, ("", "a < b", first, f"I ask: {first}")))
+        assert allows(second) == allows(f"{first} and so") == parallel
+        assert allows(wrong) == allows(f"I ask: {wrong}") == (not strict)
+        assert not allows(first[: len(first) // 2])
 
 
 @pytest.mark.parametrize(("family", "first", "second"), WRITTEN)
 def test_a_marker_that_is_a_token_is_written_as_that_token(family: str, first: str, second: str) -> None:
-    grammar = parsing_format(family).call_grammar(ToolSet(TOOLS), token_ids=TOKEN_IDS)
+    grammar = parsing_format(family).call_grammar(forced(TOOLS), token_ids=TOKEN_IDS)
     for text in (first, second):
         ids = tokenizer().encode(text).ids
         assert set(ids) & set(TOKEN_IDS.values())
@@ -129,7 +153,7 @@ def test_a_grammar_that_is_too_long_is_never_made(family: str) -> None:
     """Made, it would have 200 million characters, since every argument's schema has the definitions with it."""
     made = tool("f", {f"a{number}": {"type": "array"} for number in range(2000)})
     made["function"]["parameters"]["$defs"] = {f"d{number}": {"type": "string"} for number in range(4000)}
-    chosen, tools = parsing_format(family), ToolSet([made])
+    chosen, tools = parsing_format(family), forced([made])
     tracemalloc.start()
     with pytest.raises(FormatError, match="65536 characters"):
         chosen.call_grammar(tools)
@@ -143,7 +167,7 @@ def test_a_grammar_may_be_as_long_as_decode_nodes_take(family: str) -> None:
     chosen = parsing_format(family)
 
     def grammar(length: int) -> str:
-        text = chosen.call_grammar(ToolSet([tool("f", {"a": {"const": [1], "title": "x" * length}})]))
+        text = chosen.call_grammar(forced([tool("f", {"a": {"const": [1], "title": "x" * length}})]))
         assert text is not None
         return text
 
@@ -154,7 +178,7 @@ def test_a_grammar_may_be_as_long_as_decode_nodes_take(family: str) -> None:
 
 
 def test_a_string_ends_at_its_marker_spelled_or_not() -> None:
-    grammar = parsing_format("glm").call_grammar(ToolSet(TOOLS[1:2]), token_ids=TOKEN_IDS)
+    grammar = parsing_format("glm").call_grammar(forced(TOOLS[1:2]), token_ids=TOKEN_IDS)
     begin = tokenizer().encode("<tool_call>get_weather<arg_key>location</arg_key><arg_value>a<b").ids
     for end in (list(b"</arg_value>"), [TOKEN_IDS["</arg_value>"]]):
         matcher = matcher_of(grammar, vocabulary())
@@ -167,7 +191,7 @@ def test_a_string_ends_at_its_marker_spelled_or_not() -> None:
 @pytest.mark.parametrize("family", ["dsml", "glm", "hermes"])
 def test_what_is_let_through_is_read_as_calls(family: str, tokens: bool) -> None:
     chosen = parsing_format(family)
-    grammar = chosen.call_grammar(ToolSet(TYPED), token_ids=TOKEN_IDS if tokens else None)
+    grammar = chosen.call_grammar(forced(TYPED), token_ids=TOKEN_IDS if tokens else None)
     chance = random.Random(0)
     complete = 0
     for _ in range(40):
@@ -175,7 +199,7 @@ def test_what_is_let_through_is_read_as_calls(family: str, tokens: bool) -> None
         if text is None:
             continue
         complete += 1
-        events = parse(chosen.parser(ToolSet(TYPED), reasoning=False, whole_calls=True), [text])
+        events = parse(chosen.parser(CallRules(ToolSet(TYPED)), reasoning=False, whole_calls=True), [text])
         assert content_of(events).strip() == "", text
         calls = calls_of(events)
         assert calls, text

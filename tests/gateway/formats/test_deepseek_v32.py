@@ -12,7 +12,7 @@ import pytest
 
 from gateway.formats.conversation import FormatError, Prompt
 from gateway.formats.families import choose_format
-from gateway.formats.tools import ToolSet
+from gateway.formats.tools import CallRules, ToolSet
 from tests.gateway.formats.examples import calls_of, content_of, parse, reasoning_of, tool
 
 FORMAT = choose_format("deepseek_v32", template=None)
@@ -304,7 +304,9 @@ def test_the_parser_reads_what_the_encoder_writes(thinking: bool, whole_calls: b
         following = [result("x")] * len(answer.get("tool_calls", ())) or [system("")]
         whole = FORMAT.render([*turns, answer, *following], tools, thinking=thinking).text
         text = whole.removeprefix(prompt.text).partition(END)[0]
-        events = parse(FORMAT.parser(ToolSet(tools), reasoning=prompt.reasoning, whole_calls=whole_calls), list(text))
+        events = parse(
+            FORMAT.parser(CallRules(ToolSet(tools)), reasoning=prompt.reasoning, whole_calls=whole_calls), list(text)
+        )
         assert reasoning_of(events) == (answer["reasoning_content"] if thinking else "")
         assert content_of(events) == answer["content"]
         assert [(made.name, made.arguments) for made in calls_of(events)] == [

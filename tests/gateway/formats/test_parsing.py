@@ -6,7 +6,7 @@ import json
 import pytest
 
 from gateway.formats.parsing import CallArguments, CallBegin, CallEnd, ContentDelta, ReasoningDelta
-from gateway.formats.tools import ToolSet
+from gateway.formats.tools import CallRules, ToolSet
 from tests.gateway.formats.examples import (
     EXAMPLES,
     TOOLS,
@@ -113,7 +113,7 @@ def test_text_is_held_back_only_while_it_may_be_a_marker() -> None:
 def test_without_tools_everything_is_text_at_once() -> None:
     for family in ("dsml", "glm", "hermes"):
         text = "a <tool_call>get_datetime</tool_call> <｜DSML｜function_calls>\n "
-        assert parsing_format(family).parser(ToolSet(()), reasoning=False).push(text) == [ContentDelta(text)]
+        assert parsing_format(family).parser(CallRules(ToolSet(())), reasoning=False).push(text) == [ContentDelta(text)]
 
 
 BROKEN = [
@@ -193,13 +193,13 @@ def test_names_that_begin_other_names() -> None:
                 f'<｜DSML｜function_calls><｜DSML｜invoke name="{name}"></｜DSML｜invoke></｜DSML｜function_calls>',
             ),
         ):
-            events = parse(parsing_format(family).parser(ToolSet(tools), reasoning=False), list(text))
+            events = parse(parsing_format(family).parser(CallRules(ToolSet(tools)), reasoning=False), list(text))
             assert [(call.name, call.arguments) for call in calls_of(events)] == [(name, "{}")]
 
 
 def test_ids_are_random_unless_given() -> None:
     text = "<tool_call>get_datetime</tool_call>" * 2
-    events = parse(parsing_format("glm").parser(ToolSet(TOOLS), reasoning=False), [text])
+    events = parse(parsing_format("glm").parser(CallRules(ToolSet(TOOLS)), reasoning=False), [text])
     first, second = (call.call_id for call in calls_of(events))
     assert first != second
     assert first.startswith("call_")

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from gateway.formats.conversation import PromptEnd
 from gateway.formats.families import CALL_PARSERS, ChatFormat, choose_format
 from gateway.formats.parsing import ContentDelta
-from gateway.formats.tools import ToolSet
+from gateway.formats.tools import CallRules, ToolSet
 from tests.gateway.formats.examples import TOOLS, calls_of, content_of, parse, reasoning_of, tool
 
 GLM = """[gMASK]<sop>
@@ -53,10 +54,19 @@ HERMES = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 
 
 def format_of(template: str, **options: Any) -> ChatFormat:
-    def apply(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: Mapping[str, Any]) -> str:
+    def apply(
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        variables: Mapping[str, Any],
+        end: PromptEnd,
+    ) -> str:
         # As transformers' apply_chat_template does it, in a sandbox.
         rendered, _ = render_jinja_template(
-            [messages], tools=tools, chat_template=template, add_generation_prompt=True, **variables
+            [messages],
+            tools=tools,
+            chat_template=template,
+            add_generation_prompt=end is PromptEnd.NEW_ANSWER,
+            **variables,
         )
         return str(rendered[0])
 
@@ -135,7 +145,9 @@ def test_the_parser_reads_what_the_template_writes(template: str, end: str, whol
     chosen = format_of(template)
     prompt = chosen.render([USER])
     text = chosen.render([USER, answer]).text.removeprefix(prompt.text).partition(end)[0]
-    events = parse(chosen.parser(ToolSet(tools), reasoning=prompt.reasoning, whole_calls=whole_calls), list(text))
+    events = parse(
+        chosen.parser(CallRules(ToolSet(tools)), reasoning=prompt.reasoning, whole_calls=whole_calls), list(text)
+    )
     assert reasoning_of(events) == ("R" if prompt.reasoning else "")
     assert content_of(events) == "Calling."
     assert [(made.name, json.loads(made.arguments)) for made in calls_of(events)] == [
@@ -156,10 +168,10 @@ def test_the_syntax_of_calls_is_the_one_that_the_template_teaches() -> None:
 
 def test_without_a_syntax_calls_are_text() -> None:
     chosen = format_of("{{ messages }}")
-    assert chosen.call_grammar(ToolSet(TOOLS)) is None
+    assert chosen.call_grammar(CallRules(ToolSet(TOOLS), parallel=False)) is None
     assert chosen.end_of_reasoning is None
     text = "<think>a</think><tool_call>get_datetime</tool_call>"
-    assert parse(chosen.parser(ToolSet(TOOLS), reasoning=False), list(text)) == [ContentDelta(text)]
+    assert parse(chosen.parser(CallRules(ToolSet(TOOLS)), reasoning=False), list(text)) == [ContentDelta(text)]
 
 
 def test_reasoning_may_stay_in_the_content() -> None:
@@ -168,7 +180,7 @@ def test_reasoning_may_stay_in_the_content() -> None:
     assert prompt.text.endswith("<think>")
     assert not prompt.reasoning
     assert chosen.end_of_reasoning is None
-    assert parse(chosen.parser(ToolSet(TOOLS), reasoning=prompt.reasoning), ["R</think>x"]) == [
+    assert parse(chosen.parser(CallRules(ToolSet(TOOLS)), reasoning=prompt.reasoning), ["R</think>x"]) == [
         ContentDelta("R</think>x")
     ]
 
