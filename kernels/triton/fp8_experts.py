@@ -20,7 +20,7 @@ from kernels.triton.fp8_tile import Tiling, described, multiply, multiply_wide
 from kernels.triton.launch import follow, launch, properties
 from kernels.triton.routing import Sorted, sort_pairs, weighted_sum
 
-FEW = 1024
+FEW = 2048
 """The most tokens that are a decode step's: weights are streamed, and sums are those of one token alone."""
 
 _MOST = 16384
@@ -96,7 +96,7 @@ def tiling(tokens: int) -> Tiling:
     if tokens <= 512:
         return Tiling(m=32, n=128, warps=4, stages=5, per_sm=2)
     if tokens <= FEW:
-        return Tiling(m=64, n=128, warps=8, stages=6, per_sm=1)
+        return Tiling(m=64, n=128, warps=4, stages=3, per_sm=2, tokens_left=True)
     return Tiling(m=128, n=256, warps=8, stages=4, per_sm=1, tokens_left=True)
 
 
