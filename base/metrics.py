@@ -98,6 +98,12 @@ class Metrics:
         self.http_refused = counter(
             "http_refused_total", "HTTP requests and connections refused before they were served, by reason.", "reason"
         )
+        self.http_requests = counter(
+            "http_requests_total",
+            "HTTP requests that a gateway answered, by route and status; 499: the client left before.",
+            "endpoint",
+            "status",
+        )
         self.answer_bytes = gauge("answer_bytes", "Bytes of answers that a gateway holds.")
         self.answers_ended = counter(
             "answers_ended_total", "Requests that ended as their answers, or all answers, held too much.", "reason"

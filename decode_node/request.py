@@ -83,6 +83,8 @@ class Request:
     """Where it is in its grammar, once that is compiled."""
     cached_tokens: int | None = None
     """Tokens of its prompt that were not computed for it; None before its KV has landed for the first time."""
+    prefilled_by: str | None = None
+    """Address of the prefill node that sent its KV last."""
     may_be_shared: bool = True
     """Whether its KV may be cached. Not if something may still be written to its slots, be it the same."""
     prompt_logprobs: PromptLogprobTable | None = None

@@ -90,7 +90,7 @@ class Scheduler:
         self.requests.add(request)
         if generate.grammar is not None:
             self._grammars.compile(request)
-        log.info(
+        log.debug(
             "queued",
             request_id=request_id,
             prompt_tokens=len(generate.prompt_ids),
@@ -191,7 +191,7 @@ class Scheduler:
         landed, broken = self._local.staged()
         for request in landed:
             self._slots.landed(request, 0)
-            log.info("staged", request_id=request.request_id, tokens=request.kv_tokens)
+            log.debug("staged", request_id=request.request_id, tokens=request.kv_tokens)
         for request, failure in broken:
             self.end(request, "error", f"copying the prompt's KV to host memory failed: {failure}")
 
@@ -206,7 +206,7 @@ class Scheduler:
                 break
             generate = request.generate
             self._runner.admit(request.request_id, generate.prompt_ids, request.generated, generate.sampling)
-            log.info("admitted", request_id=request.request_id, kv_tokens=request.kv_tokens, was=request.state.value)
+            log.debug("admitted", request_id=request.request_id, kv_tokens=request.kv_tokens, was=request.state.value)
             request.move(RequestState.RUNNING)
             admitted = True
         return admitted
@@ -292,7 +292,17 @@ class Scheduler:
         self._grammars.forget(request)
         del self.requests[request.request_id]
         self._ended.add(request.request_id)
-        log.info("finished", request_id=request.request_id, reason=reason, tokens=len(request.generated), error=error)
+        log.info(
+            "finished",
+            request_id=request.request_id,
+            reason=reason,
+            prompt_tokens=len(request.generate.prompt_ids),
+            cached_tokens=request.cached_tokens,
+            tokens=len(request.generated),
+            prefill=request.prefilled_by,
+            seconds=round(time.monotonic() - request.arrived, 4),
+            error=error,
+        )
 
     # --- state ---
 

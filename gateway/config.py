@@ -47,7 +47,8 @@ class GatewayConfig(ProcessConfig):
         ),
     ] = field(default=(), repr=False)
     api_key_file: Annotated[
-        Path | None, Flag("File of keys that clients must present, one a line; read again when it changes.")
+        Path | None,
+        Flag("File of keys that clients must present, a line each: KEY, or KEY name=NAME. Read again when it changes."),
     ] = None
     priority_key_file: Annotated[
         Path | None, Flag("File of further keys, one a line, whose requests may go before others: a priority below 0.")

@@ -26,10 +26,11 @@ from control.messages import (
     Rejected,
 )
 from control.plane import ControlPlane
+from gateway.access_log import AccessLog
 from gateway.admission import Admission, RequestLimits
 from gateway.completer import Completer
 from gateway.config import API_KEYS_VARIABLE, GatewayConfig
-from gateway.decode_client import DecodeClient
+from gateway.decode_client import SWEEP_S, DecodeClient
 from gateway.errors import ApiError, unavailable
 from gateway.held_answers import HeldAnswers
 from gateway.keys import ApiKeys
@@ -122,7 +123,6 @@ class Gateway:
             self.registry,
             self.metrics,
             context_length,
-            lambda key: config.allow_priority or (keys is not None and keys.may_go_first(key)),
         )
         app = ApiServer(self._completer, self._rejection_reason).app()
         app.include_router(status_router(self.metrics, self._unready_reason, self._refresh))
@@ -131,7 +131,7 @@ class Gateway:
         )
         self._admission = Admission(app, keys, limits, self._answers, self.metrics.http_refused)
         self._http = HttpServer(
-            self._admission,
+            AccessLog(self._admission, self.metrics.http_requests),
             self._listener,
             ConnectionLimits(_max_connections(config.max_concurrent_requests), config.header_timeout),
             self.metrics.http_refused,
@@ -161,18 +161,20 @@ class Gateway:
         log.info("gateway starts", **self._sizes)
         sweeping = asyncio.create_task(self._client.sweep())
         serving = asyncio.create_task(self._http.serve())
+        watching = asyncio.create_task(self._watch_nodes())
         stopping = asyncio.create_task(self._drained())
-        await asyncio.wait((serving, stopping, sweeping), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((serving, stopping, sweeping, watching), return_when=asyncio.FIRST_COMPLETED)
         log.info("gateway stops", requests=self._client.in_flight)
         self._http.should_exit = True
         await self._client.close(_CANCEL_AT_STOP_S)
         await serving
-        for task in (sweeping, stopping):
+        for task in (sweeping, watching, stopping):
             task.cancel()
         self.control.stop()
         self._completer.close()
-        if sweeping.done() and (failure := sweeping.exception()):
-            raise failure
+        for task in (sweeping, watching):
+            if task.done() and (failure := task.exception()):
+                raise failure
 
     def signalled(self, number: int) -> None:
         """Handle a stop signal. Call it on the loop that serves."""
@@ -185,6 +187,14 @@ class Gateway:
         await self._stopping.wait()
         while self.lifecycle.phase is Phase.DRAINING and self._client.in_flight:
             await asyncio.sleep(0.05)
+
+    async def _watch_nodes(self) -> None:
+        """Log each node that falls silent, or is heard again."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for peer, is_live in self.registry.liveness_changes(time.monotonic()):
+                say, event = (log.info, "node found again") if is_live else (log.warning, "node lost")
+                say(event, role=peer.role, node=peer.address, boot_id=peer.boot_id)
 
     def _hand_over(self, sender: Peer, message: Message) -> None:
         """On the control thread: pass a message to the event loop, which owns all state."""

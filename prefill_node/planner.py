@@ -317,7 +317,8 @@ class PrefillPlanner:
         elif attempt.state is HeldState.SENDING:
             attempt.move(HeldState.SENT)
             self._updates.append(attempt.done())
-            log.info(
+            say = log.info if attempt.lingering else log.debug
+            say(
                 "sent",
                 cached=attempt.cached,
                 fetched=attempt.fetched,

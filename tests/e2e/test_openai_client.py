@@ -41,8 +41,17 @@ def test_a_client_that_leaves_gives_its_slots_back(client: openai.OpenAI, cluste
     cluster.nodes["prefill"].wait_unused("prefill_pages")
 
 
-def test_every_log_line_of_a_request_names_it(client: openai.OpenAI, cluster: Cluster) -> None:
+def test_a_request_costs_two_lines_and_each_line_of_it_names_it(client: openai.OpenAI, cluster: Cluster) -> None:
     completion = client.completions.create(model="tiny", prompt="abc", max_tokens=2)
     for node in cluster.nodes.values():
-        # Its arrival and its end.
-        wait_until(lambda node=node: node.log.count(f"request_id={completion.id}") >= 2, what=node.name)
+        wait_until(lambda node=node: f"request_id={completion.id}" in node.log, what=node.name)
+
+    def lines() -> list[str]:
+        logs = (node.log.splitlines() for node in cluster.nodes.values())
+        return [line for log in logs for line in log if completion.id in line and "level=debug" not in line]
+
+    wait_until(lambda: len(lines()) >= 2, what="a line of the gateway and one of the decode node")
+    finished, answered = sorted(lines(), key=lambda line: "event=answered" in line)
+    assert "event=finished" in finished
+    assert f" prefill={cluster.nodes['prefill'].control_address} " in finished
+    assert f" nodes={cluster.nodes['decode'].control_address} " in answered

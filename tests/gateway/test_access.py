@@ -122,7 +122,8 @@ def test_a_key_file_that_went_bad_leaves_its_keys_in_force(
         ("", 0o600, "expected one key per line, found none"),
         ("\n# only a comment\n", 0o600, "expected one key per line, found none"),
         ("sk-secret\n", 0o644, "anyone on this machine can read it; chmod 600"),
-        ("sk-secret sk-other\n", 0o600, "printable ASCII without spaces"),
+        ("sk-secret sk-other\n", 0o600, "expected KEY or KEY name=NAME"),
+        ("sk-secret name=a,b\n", 0o600, "a name of up to 64 letters"),
         ("sk-secr\u00e9t\n", 0o600, "printable ASCII without spaces"),
     ],
 )
