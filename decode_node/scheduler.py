@@ -118,6 +118,16 @@ class Scheduler:
             pause = RETRY_S * 2 ** max(0, request.prefill_attempts - 1)
             request.again_at = time.monotonic() + min(pause, LONGEST_RETRY_S)
 
+    def give_back_stranded(self, gateway: Peer) -> None:
+        """End requests that nobody can prefill, and of which the client has no token: their gateway knows no prefill
+        node, and none that leaves for a successor. It finds another decode node for them, or tells the clients."""
+        donors = self.requests.donors()
+        for request in self.requests.in_state(RequestState.WAITING):
+            is_new = request.gateway == gateway and not request.generated and request.generate.group not in donors
+            fits_here = self._local is not None and self._local.fits(request.kv_tokens)
+            if is_new and not fits_here and self._remote.nodes.choose(request) is None:
+                self.end(request, "abort", "no prefill node is left")
+
     def landed(self, request: Request, cached_tokens: int) -> None:
         """The KV of a request is complete and verified. cached_tokens: tokens that were not computed for that.
 

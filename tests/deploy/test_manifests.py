@@ -251,5 +251,14 @@ def test_tls_can_be_added(tmp_path: Path) -> None:
     assert {str(flags["ssl_certfile"]), str(flags["ssl_keyfile"])} == {
         f"{mount['mountPath']}/tls.{kind}" for kind in ("crt", "key")
     }
-    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert each[kind]["httpGet"] == {"path": "/health", "port": "http", "scheme": "HTTPS"}
+    for kind, path in (("startupProbe", "/health"), ("readinessProbe", "/ready"), ("livenessProbe", "/health")):
+        assert each[kind]["httpGet"] == {"path": path, "port": "http", "scheme": "HTTPS"}
+
+
+@every_overlay
+def test_an_old_gateway_stays_until_nodes_have_found_the_new_one(overlay: str) -> None:
+    """A new one answers 503 before."""
+    assert workload(overlay, "gateway")["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+    assert container(overlay, "gateway")["readinessProbe"]["httpGet"]["path"] == "/ready"
+    for role in ("prefill", "decode"):
+        assert container(overlay, role)["readinessProbe"]["httpGet"]["path"] == "/health", "no node needs a gateway"
