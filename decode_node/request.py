@@ -1,6 +1,7 @@
 """A request at the decode node, which owns it, and the states that it passes through."""
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -69,6 +70,9 @@ class Request:
     gateway: Peer
     arrived: float = field(default_factory=time.monotonic)
     state: RequestState = RequestState.WAITING
+    spent: defaultdict[RequestState, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds in each state that it has left."""
+    moved_at: float = field(default_factory=time.monotonic)
     epoch: int = 0
     prefill_attempts: int = 0
     tried: set[str] = field(default_factory=set)
@@ -177,7 +181,9 @@ class Request:
         """The only way in which the state changes. Raises RuntimeError if `to` cannot follow."""
         if to not in _NEXT[self.state]:
             raise RuntimeError(f"request {self.request_id} is {self.state.value} and cannot become {to.value}")
-        self.state = to
+        now = time.monotonic()
+        self.spent[self.state] += now - self.moved_at
+        self.state, self.moved_at = to, now
 
     def finish_reason(self) -> FinishReason | None:
         """Why the newest token ends the request, or None."""

@@ -251,6 +251,13 @@ class Scheduler:
             self.end(request, "error", f"decode step failed: {token}")
             return False
         request.generated.append(token.token_id)
+        if len(request.generated) == 1:
+            self._metrics.note_stages(
+                len(request.generate.prompt_ids),
+                queue=request.spent[RequestState.WAITING],
+                admission=request.spent[RequestState.LANDED],
+                first_step=time.monotonic() - request.moved_at,
+            )
         if request.grammar is not None:
             try:
                 request.grammar.advance(token.token_id)

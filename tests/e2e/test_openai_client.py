@@ -1,5 +1,6 @@
 """The official client against the whole service."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,3 +56,25 @@ def test_a_request_costs_two_lines_and_each_line_of_it_names_it(client: openai.O
     assert "event=finished" in finished
     assert f" prefill={cluster.nodes['prefill'].control_address} " in finished
     assert f" nodes={cluster.nodes['decode'].control_address} " in answered
+
+
+def test_each_stage_before_the_first_token_is_measured_once(client: openai.OpenAI, cluster: Cluster) -> None:
+    stages = {
+        "decode": ("queue", "admission", "first_step"),
+        "prefill": ("prefill_queue", "prefill", "transfer"),
+    }
+
+    def counts(part: str) -> list[float]:
+        return [
+            cluster.nodes[name].metric(f"stage_seconds_{part}", stage=stage, prompt="to 1K")
+            for name, stages_there in stages.items()
+            for stage in stages_there
+        ]
+
+    before, seconds_before, began = counts("count"), counts("sum"), time.monotonic()
+    client.completions.create(model="tiny", prompt=[5] * 300, max_tokens=2)
+    took = time.monotonic() - began
+    assert counts("count") == [count + 1 for count in before]
+    spent = [after - earlier for after, earlier in zip(counts("sum"), seconds_before, strict=True)]
+    assert min(spent) >= 0
+    assert 0 < sum(spent) < took
