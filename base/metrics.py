@@ -113,6 +113,15 @@ class Metrics:
             "endpoint",
             "status",
         )
+        self.client_requests = counter(
+            "client_requests_total", "Requests that a gateway took of clients, by the name of their key.", "client"
+        )
+        self.client_tokens = counter(
+            "client_tokens_total",
+            "Tokens of clients' requests, by the name of their key: prompt, cached (of these), generated.",
+            "client",
+            "kind",
+        )
         self.answer_bytes = gauge("answer_bytes", "Bytes of answers that a gateway holds.")
         self.answers_ended = counter(
             "answers_ended_total", "Requests that ended as their answers, or all answers, held too much.", "reason"

@@ -58,7 +58,7 @@ class Access:
             "nodes": "|".join(dict.fromkeys(node for outcome in outcomes for node in outcome.nodes)),
             "prompt_tokens": self.prepared.prompt_tokens,
             "cached_tokens": self.prepared.cached_tokens,
-            "tokens": sum(outcome.tokens for outcome in outcomes),
+            "tokens": self.prepared.generated_tokens,
             "ttft_s": round(min(first_tokens), 4) if first_tokens else None,
         }
 

@@ -1,11 +1,13 @@
 """Middleware in front of the API: checks the key, bounds bodies, and bounds the requests that are served at a time."""
 
+import time
 from dataclasses import dataclass
 
 from prometheus_client import Counter
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.client_usage import ClientUsage, ClientUse
 from gateway.endpoints import ENDPOINTS
 from gateway.errors import ApiError
 from gateway.held_answers import HeldAnswers
@@ -55,12 +57,19 @@ class Admission:
     """ASGI middleware. keys: None lets everyone in. refused: counts refusals by reason."""
 
     def __init__(
-        self, app: ASGIApp, keys: ApiKeys | None, limits: RequestLimits, answers: HeldAnswers, refused: Counter
+        self,
+        app: ASGIApp,
+        keys: ApiKeys | None,
+        limits: RequestLimits,
+        answers: HeldAnswers,
+        usage: ClientUsage,
+        refused: Counter,
     ) -> None:
         self._app = app
         self.answers = answers
         self._keys = keys
         self._limits = limits
+        self._usage = usage
         self._refused = refused
         self.serving = 0
         """Requests that were admitted and are not answered completely."""
@@ -73,16 +82,17 @@ class Admission:
             return
         counted = RequestBytes(self)
         try:
-            client = self._admit(Request(scope), counted)
+            use = self._admit(Request(scope), counted)
         except ApiError as error:
             counted.close()
             await error.response(scope["path"])(scope, receive, send)
             return
         self.serving += 1
         try:
-            await self._app({**scope, "counted": counted, "api_client": client}, self._bounded(receive, counted), send)
+            await self._app({**scope, "counted": counted, "use": use}, self._bounded(receive, counted), send)
         finally:
             self.serving -= 1
+            use.close(scope["access"].prepared)
             counted.close()
 
     def take(self, size: int) -> None:
@@ -91,8 +101,8 @@ class Admission:
             raise self._busy("too_many_bytes", "holds as many bytes of requests as it may")
         self.held += size
 
-    def _admit(self, request: Request, counted: RequestBytes) -> Client:
-        """The client. Raises ApiError; for the key first, so others learn no limits."""
+    def _admit(self, request: Request, counted: RequestBytes) -> ClientUse:
+        """The client's request. Raises ApiError; for the key first, so others learn no limits."""
         client = self._client_of(request)
         if client is None:
             message = "the API key is not one of this server's"
@@ -105,7 +115,7 @@ class Admission:
         if self.serving >= self._limits.max_concurrent_requests:
             raise self._busy("too_many_requests", f"serves {self.serving} requests already")
         counted.body(declared)
-        return client
+        return self._usage.begin(client, time.monotonic())
 
     def _client_of(self, request: Request) -> Client | None:
         """Whose key OpenAI's or Anthropic's header has, or None. Without keys, whatever is sent as one."""

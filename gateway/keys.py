@@ -1,6 +1,7 @@
 """The API keys of clients.
 
-A file of keys has one on each line, after it its settings: `sk-4f1c name=search`.
+A file of keys has one on each line, after it its settings:
+`sk-4f1c name=search max-concurrent-requests=8 tokens-per-minute=200000`.
 """
 
 import hashlib
@@ -9,7 +10,7 @@ import re
 import secrets
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from base.errors import StartupError
@@ -17,25 +18,28 @@ from gateway.config import API_KEYS_VARIABLE
 from service.watched import WatchedFiles
 
 UNNAMED = "unnamed"
+_NUMBER = r"[1-9]\d{0,11}"
+_SETTINGS = {"name": r"[\w.-]{1,64}", "max-concurrent-requests": _NUMBER, "tokens-per-minute": _NUMBER}
 
 
 @dataclass(frozen=True)
 class Client:
-    """Who sends a request. name: of its key in logs; None if clients need none."""
+    """Who sends a request. name: of its key in logs and metrics; None if clients need none. None: no limit."""
 
     key: bytes = b""
     name: str | None = None
     goes_first: bool = False
     """Whether its requests may go before others."""
+    max_concurrent_requests: int | None = None
+    tokens_per_minute: int | None = None
 
 
 @dataclass(frozen=True)
 class _Key:
-    """An accepted key."""
+    """An accepted key. client: who sends it; without the key itself."""
 
     digest: bytes
-    name: str = UNNAMED
-    goes_first: bool = False
+    client: Client
 
 
 class ApiKeys:
@@ -43,7 +47,9 @@ class ApiKeys:
 
     def __init__(self, keys: Sequence[str], file: Path | None, priority_file: Path | None = None) -> None:
         """priority_file: has further keys, those whose requests may go before others."""
-        self._fixed = [_Key(_digest(_checked(key, f"--api-key or {API_KEYS_VARIABLE}"))) for key in keys]
+        self._fixed = [
+            _Key(_digest(_checked(key, f"--api-key or {API_KEYS_VARIABLE}")), Client(name=UNNAMED)) for key in keys
+        ]
         named = (("--api-key-file", file, False), ("--priority-key-file", priority_file, True))
         self._files = [_watched(flag, path, goes_first) for flag, path, goes_first in named if path is not None]
 
@@ -58,7 +64,7 @@ class ApiKeys:
         matches = [known for known in self._accepted() if secrets.compare_digest(given, known.digest)]
         if not matches or scheme.lower() != b"bearer":
             return None
-        return Client(key, matches[-1].name, matches[-1].goes_first)
+        return replace(matches[-1].client, key=key)
 
     def _accepted(self) -> list[_Key]:
         return [*self._fixed, *(key for file in self._files for key in file.get())]
@@ -86,15 +92,17 @@ def _read(flag: str, file: Path, goes_first: bool) -> list[_Key]:
 
 def _key(words: Sequence[str], source: str, goes_first: bool) -> _Key:
     """The key of a line. Raises StartupError, which tells nothing of the line but names of settings."""
-    name = UNNAMED
-    for word in words[1:]:
-        setting, _, value = word.partition("=")
-        if setting != "name" or not re.fullmatch(r"[\w.-]{1,64}", value, re.ASCII):
-            raise StartupError(
-                f"{source}: expected KEY or KEY name=NAME on a line, a name of up to 64 letters, digits, '_', '.', '-'"
-            )
-        name = value
-    return _Key(_digest(_checked(words[0], source)), name, goes_first)
+    settings = dict(word.partition("=")[::2] for word in words[1:])
+    if not all(
+        name in _SETTINGS and re.fullmatch(_SETTINGS[name], value, re.ASCII) for name, value in settings.items()
+    ):
+        raise StartupError(
+            f"{source}: expected KEY on a line, and after it at most name=NAME (up to 64 letters, digits, '_', '.', "
+            "'-'), max-concurrent-requests=NUMBER and tokens-per-minute=NUMBER (1 and more)"
+        )
+    name = settings.pop("name", UNNAMED)
+    limits = {setting.replace("-", "_"): int(value) for setting, value in settings.items()}
+    return _Key(_digest(_checked(words[0], source)), Client(name=name, goes_first=goes_first, **limits))
 
 
 def _checked(key: str, source: str) -> str:

@@ -80,6 +80,11 @@ class PreparedRequest:
         return sum(min(known[first : first + choices]) for first in range(0, len(known), choices))
 
     @property
+    def generated_tokens(self) -> int:
+        """Of all answers, those that are not given included."""
+        return sum(each.outcome.tokens for each in self.tokenized)
+
+    @property
     def shares_prompt_logprobs(self) -> bool:
         """Whether the first choice of each prompt has the log probabilities of its tokens computed for all of them."""
         first = self.tokenized[0]

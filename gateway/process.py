@@ -3,9 +3,11 @@
 import asyncio
 import gc
 import signal
+import socket
 import time
 
 import structlog
+from fastapi import FastAPI
 
 from base.block_hashes import BLOCK_TOKENS, BlockHasher
 from base.errors import StartupError
@@ -28,6 +30,7 @@ from control.messages import (
 from control.plane import ControlPlane
 from gateway.access_log import AccessLog
 from gateway.admission import Admission, RequestLimits
+from gateway.client_usage import ClientUsage
 from gateway.completer import Completer
 from gateway.config import API_KEYS_VARIABLE, GatewayConfig
 from gateway.decode_client import SWEEP_S, DecodeClient
@@ -43,7 +46,7 @@ from service.config import check_clients, check_processes
 from service.connection import ConnectionLimits
 from service.http_server import HttpServer
 from service.lifecycle import STOP_SIGNALS, Lifecycle, raise_file_limit
-from service.status import bind_http, status_router
+from service.status import bind_http, metrics_router, status_router
 from service.watched import server_tls
 
 log = structlog.get_logger(__name__)
@@ -91,7 +94,10 @@ class Gateway:
         check_clients(config.host, keys is not None, config.insecure)
         check_processes("--control-host", config.bound_control_host, config.key_dir, config.insecure)
         self._listener = bind_http(config.host, config.port)
+        self._metrics_listener: socket.socket | None = None
         try:
+            if config.metrics_port is not None:
+                self._metrics_listener = bind_http(config.host, config.metrics_port, "--metrics-port")
             tokenizer = CheckpointTokenizer(str(config.model_path), config.chat_template)
             context_length = _context_length(config, tokenizer)
             limits = _request_limits(config, context_length)
@@ -109,7 +115,9 @@ class Gateway:
                 keys=cluster_keys,
             )
         except StartupError:
-            self._listener.close()
+            for listener in (self._listener, self._metrics_listener):
+                if listener is not None:
+                    listener.close()
             raise
         self._refused: dict[str, str] = {}
         """By address, why a node was refused last. It asks every second but is logged once."""
@@ -125,11 +133,14 @@ class Gateway:
             context_length,
         )
         app = ApiServer(self._completer, self._rejection_reason).app()
-        app.include_router(status_router(self.metrics, self._unready_reason, self._refresh))
+        app.include_router(status_router(self._unready_reason))
+        metrics_app = app if self._metrics_listener is None else FastAPI(openapi_url=None)
+        metrics_app.include_router(metrics_router(self.metrics, self._refresh))
         self._answers = HeldAnswers(
             config.max_answer_mib << 20, config.max_total_answer_mib << 20, self.metrics.answers_ended
         )
-        self._admission = Admission(app, keys, limits, self._answers, self.metrics.http_refused)
+        usage = ClientUsage(self.metrics)
+        self._admission = Admission(app, keys, limits, self._answers, usage, self.metrics.http_refused)
         self._http = HttpServer(
             AccessLog(self._admission, self.metrics.http_requests),
             self._listener,
@@ -138,6 +149,10 @@ class Gateway:
             tls=None if tls is None else tls.get,
             stop_timeout=5,
         )
+        self._servers = [self._http]
+        if self._metrics_listener is not None:
+            limited = ConnectionLimits()
+            self._servers.append(HttpServer(metrics_app, self._metrics_listener, limited, self.metrics.http_refused))
         self._sizes = {
             "http": f"{config.host}:{self.port}",
             "tls": tls is not None,
@@ -150,6 +165,11 @@ class Gateway:
         }
 
     @property
+    def metrics_port(self) -> int:
+        """The port of /metrics."""
+        return int((self._metrics_listener or self._listener).getsockname()[1])
+
+    @property
     def port(self) -> int:
         """The HTTP port."""
         return int(self._listener.getsockname()[1])
@@ -160,12 +180,13 @@ class Gateway:
         self.control.start()
         log.info("gateway starts", **self._sizes)
         sweeping = asyncio.create_task(self._client.sweep())
-        serving = asyncio.create_task(self._http.serve())
+        serving = asyncio.gather(*(server.serve() for server in self._servers))
         watching = asyncio.create_task(self._watch_nodes())
         stopping = asyncio.create_task(self._drained())
         await asyncio.wait((serving, stopping, sweeping, watching), return_when=asyncio.FIRST_COMPLETED)
         log.info("gateway stops", requests=self._client.in_flight)
-        self._http.should_exit = True
+        for server in self._servers:
+            server.should_exit = True
         await self._client.close(_CANCEL_AT_STOP_S)
         await serving
         for task in (sweeping, watching, stopping):

@@ -59,10 +59,11 @@ class ApiServer:
 
     async def _generate(self, endpoint: Generates, body: bytes, scope: Scope) -> Response:
         """The complete answer, or a stream once it has its first tokens: until then an error has an HTTP status."""
-        completer, counted, access = self._completer, scope["counted"], scope["access"]
+        completer, counted, access, use = (self._completer, *(scope[key] for key in ("counted", "access", "use")))
         held: HeldBytes = counted.answers
-        prepared = await completer.prepare(body, endpoint.body, endpoint.id_prefix, scope["api_client"])
+        prepared = await completer.prepare(body, endpoint.body, endpoint.id_prefix, use.client)
         access.prepared = prepared
+        use.prompt(prepared.prompt_tokens)
         counted.prompt(prepared.prompt_tokens)
         if reason := self._rejection_reason():
             raise reason

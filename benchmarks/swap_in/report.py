@@ -186,7 +186,13 @@ def write_png(path: Path, report: Report) -> None:
         resolving = [r.resolve.single_us - report.floor_us for r in members]
         axis.plot(misses, resolving, "s-", color="tab:green", label="resolve, less the floor")
         fetching = [r for r in members if r.misses]
-        axis.plot([r.misses for r in fetching], [report.pcie_us(r) for r in fetching], ":", color="black", label="PCIe, copy engine")
+        axis.plot(
+            [r.misses for r in fetching],
+            [report.pcie_us(r) for r in fetching],
+            ":",
+            color="black",
+            label="PCIe, copy engine",
+        )
         if stated := [(r.misses, us) for r in members if (us := report.stated_us(r)) is not None]:
             axis.plot(*zip(*stated, strict=True), "x--", color="tab:orange", label=f"{PEER} as stated, single")
         if peers := [(r.misses, r.peer.graph_us) for r in members if r.peer]:

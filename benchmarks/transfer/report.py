@@ -41,8 +41,8 @@ def print_report(report: Report, console: Console) -> None:
     for overlap in report.overlaps:
         console.print(str(overlap), highlight=False)
     console.print(
-        "* the faster with descriptors of 1 MiB, whose speed 1 MiB gives a part of. plan: the time for planning alone. per page, per token: descriptors "
-        "or copies of that size. Of each method's bytes, every one was compared.",
+        "* the faster with descriptors of 1 MiB, whose speed 1 MiB gives a part of. plan: the time for planning alone. "
+        "per page, per token: descriptors or copies of that size. Of each method's bytes, every one was compared.",
         highlight=False,
     )
     for role, machine in report.machines.items():

@@ -66,7 +66,7 @@ def test_ports_are_those_that_the_program_listens_on(overlay: str, role: str) ->
 @every_overlay
 def test_probes_ask_for_what_every_process_answers(overlay: str) -> None:
     app = FastAPI()
-    app.include_router(status_router(Metrics(), lambda: "nobody is registered", lambda: None))
+    app.include_router(status_router(lambda: "nobody is registered"))
     with TestClient(app) as client:
         for role in ROLES:
             each = container(overlay, role)
