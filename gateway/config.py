@@ -56,7 +56,7 @@ class GatewayConfig(ProcessConfig):
         Path | None,
         Flag(
             "File of keys that clients must present, one a line, each with name, max-concurrent-requests and "
-            "tokens-per-minute if wanted (docs/operations.md); read again when it changes."
+            "tokens-per-minute if wanted (docs/operations/secure.md); read again when it changes."
         ),
     ] = None
     priority_key_file: Annotated[

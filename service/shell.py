@@ -118,7 +118,7 @@ class NodeShell(Generic[Event]):
         if transports.ports and (addresses := reachable_addresses()):
             log.warning(
                 "whoever reaches the transfer ports can write to this node's KV, without authentication; confine them "
-                "to the nodes' data network (docs/operations.md, Network)",
+                "to the nodes' data network (docs/operations/secure.md, Network)",
                 ports=",".join(map(str, transports.ports)),
                 addresses=",".join(addresses),
             )

@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 import yaml
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
@@ -86,8 +87,9 @@ def test_autoscalers_go_by_metrics_that_the_adapter_makes_of_the_programs(role: 
     assert series <= asked_for <= {metric.name for metric in Metrics().registry.collect()}
 
 
-def test_the_readme_shows_command_lines_that_the_program_accepts() -> None:
-    text = (DEPLOY / "README.md").read_text()
+@pytest.mark.parametrize("page", ["deploy/README.md", "docs/recipes.md", "README.md"])
+def test_pages_show_command_lines_that_the_program_accepts(page: str) -> None:
+    text = (DEPLOY.parent / page).read_text()
     shown = [line for block in re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL) for line in _commands(block)]
     assert shown
     for line in shown:
@@ -95,4 +97,5 @@ def test_the_readme_shows_command_lines_that_the_program_accepts() -> None:
 
 
 def _commands(block: str) -> list[str]:
-    return [line for line in block.replace("\\\n", " ").splitlines() if line.startswith("hisparse-pd ")]
+    lines = (re.sub(r"\s# .*", "", line).strip() for line in block.replace("\\\n", " ").splitlines())
+    return [line for line in lines if line.startswith("hisparse-pd ")]

@@ -13,7 +13,7 @@ from tests.e2e.cluster import Cluster
 from tests.e2e.spawn import fork
 
 GLOG = re.compile(r"WARNING: Logging before InitGoogleLogging\(\) |[IWEF]\d{4} \d\d:\d\d:\d\d\.")
-"""Mooncake's lines, as docs/operations.md says how to tell them: C++ writes them to standard error itself."""
+"""Mooncake's lines, as docs/operations/run.md says how to tell them: C++ writes them to standard error itself."""
 
 
 def test_logs_in_json_are_json_line_by_line(checkpoints: dict[str, Path], tmp_path: Path) -> None:
