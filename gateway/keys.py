@@ -100,9 +100,14 @@ def _key(words: Sequence[str], source: str, goes_first: bool) -> _Key:
             f"{source}: expected KEY on a line, and after it at most name=NAME (up to 64 letters, digits, '_', '.', "
             "'-'), max-concurrent-requests=NUMBER and tokens-per-minute=NUMBER (1 and more)"
         )
-    name = settings.pop("name", UNNAMED)
-    limits = {setting.replace("-", "_"): int(value) for setting, value in settings.items()}
-    return _Key(_digest(_checked(words[0], source)), Client(name=name, goes_first=goes_first, **limits))
+    requests, tokens = (settings.get(limit) for limit in ("max-concurrent-requests", "tokens-per-minute"))
+    client = Client(
+        name=settings.get("name", UNNAMED),
+        goes_first=goes_first,
+        max_concurrent_requests=None if requests is None else int(requests),
+        tokens_per_minute=None if tokens is None else int(tokens),
+    )
+    return _Key(_digest(_checked(words[0], source)), client)
 
 
 def _checked(key: str, source: str) -> str:
