@@ -9,11 +9,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
+from gateway.admission import RequestBytes
 from gateway.attempt import DeltaSink
 from gateway.completer import Completer
 from gateway.endpoints import ENDPOINTS, Computes, Generates, Reads
 from gateway.errors import ApiError
-from gateway.held_answers import HeldBytes
 from gateway.openapi import document
 from gateway.streaming import CLIENT_LEFT, EventStream, WholeAnswer, unless_client_leaves
 
@@ -59,10 +59,11 @@ class ApiServer:
 
     async def _generate(self, endpoint: Generates, body: bytes, scope: Scope) -> Response:
         """The complete answer, or a stream once it has its first tokens: until then an error has an HTTP status."""
-        completer, counted, access, use = (self._completer, *(scope[key] for key in ("counted", "access", "use")))
-        held: HeldBytes = counted.answers
+        completer, use = self._completer, scope["use"]
+        counted: RequestBytes = scope["counted"]
+        held = counted.answers
         prepared = await completer.prepare(body, endpoint.body, endpoint.id_prefix, use.client)
-        access.prepared = prepared
+        scope["access"].prepared = prepared
         use.prompt(prepared.prompt_tokens)
         counted.prompt(prepared.prompt_tokens)
         if reason := self._rejection_reason():
