@@ -7,6 +7,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_STAGES = (*_LATENCY, 300, 600)
+_PROMPTS = {1024: "to 1K", 8192: "to 8K", 32768: "to 32K", 131072: "to 128K"}
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 TRANSFER_FAILURES = ("prefill", "write", "timeout", "checksum", "verification")
@@ -31,8 +33,8 @@ class Metrics:
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(prefix + name, text, labels, registry=registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(prefix + name, text, buckets=buckets, registry=registry)
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(prefix + name, text, labels, buckets=buckets, registry=registry)
 
         self.host_slots = gauge("host_slots", "Slots of the host KV pool by state.", "state")
         self.device_slots = gauge("device_slots", "Hot-buffer slots by state.", "state")
@@ -88,6 +90,13 @@ class Metrics:
         self.transfer_seconds = histogram("transfer_seconds", "Time to write one prefill chunk.", _LATENCY)
         self.transfer_failures = counter("transfer_failures_total", "Failed transfers, by reason.", "reason")
         self.prefill_retries = counter("prefill_retries_total", "Prefills started again on a new epoch.")
+        self.stage_seconds = histogram(
+            "stage_seconds",
+            "What a request spent in each stage before its first token, by length of its prompt in tokens.",
+            _STAGES,
+            "stage",
+            "prompt",
+        )
         self.ttft = histogram("ttft_seconds", "Time from arrival of a request to its first token.", _LATENCY)
         self.inter_token = histogram("inter_token_seconds", "Time between tokens of one request.", _LATENCY)
         self.decode_batch_size = histogram("decode_batch_size", "Requests in a decode step.", _SIZES)
@@ -97,6 +106,21 @@ class Metrics:
         )
         self.http_refused = counter(
             "http_refused_total", "HTTP requests and connections refused before they were served, by reason.", "reason"
+        )
+        self.http_requests = counter(
+            "http_requests_total",
+            "HTTP requests that a gateway answered, by route and status; 499: the client left before.",
+            "endpoint",
+            "status",
+        )
+        self.client_requests = counter(
+            "client_requests_total", "Requests that a gateway took of clients, by the name of their key.", "client"
+        )
+        self.client_tokens = counter(
+            "client_tokens_total",
+            "Tokens of clients' requests, by the name of their key: prompt, cached (of these), generated.",
+            "client",
+            "kind",
         )
         self.answer_bytes = gauge("answer_bytes", "Bytes of answers that a gateway holds.")
         self.answers_ended = counter(
@@ -117,6 +141,17 @@ class Metrics:
         for side in ("decode", "prefill"):
             self.prefix_cache_queries.labels(side)
             self.prefix_cache_hits.labels(side)
+
+    def note_stages(self, prompt_tokens: int, **seconds: float) -> None:
+        """Count the time that a request has spent in stages, once it has left them. They are, in order:
+
+        queue: at the decode node, for host slots and a prefill node. prefill_queue, prefill, transfer: at the prefill
+        node, until it begins with the prompt, until all is computed or found, until the rest is written. admission: at
+        the decode node, for a hot buffer. first_step: until its first token.
+        """
+        prompt = next((name for most, name in _PROMPTS.items() if prompt_tokens <= most), "above 128K")
+        for stage, spent in seconds.items():
+            self.stage_seconds.labels(stage, prompt).observe(spent)
 
     def note_control(self, malformed: int, dropped: int, refused: Mapping[str, int]) -> None:
         """Set what the control plane has counted, before a scrape."""

@@ -48,8 +48,8 @@ def write_document(path: Path, schema: int, config: Any, cases: Sequence[Mapping
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def draw_parts(path: Path, bars: Mapping[str, Mapping[StepPart, float]], label: str) -> None:
-    """Stacked bars by name, of milliseconds by part. label: of the axis of time."""
+def draw_parts(path: Path, bars: Mapping[str, Mapping[StepPart, float]], title: str, cases: str, time: str) -> None:
+    """Stacked bars by name, of milliseconds by part. cases, time: what the axes show."""
     figure = new_figure(figsize=(max(4.0, 0.8 * len(bars)), 4.2), layout="constrained")
     axis = figure.subplots()
     bottoms = [0.0] * len(bars)
@@ -58,6 +58,8 @@ def draw_parts(path: Path, bars: Mapping[str, Mapping[StepPart, float]], label: 
         axis.bar(list(bars), heights, bottom=bottoms, label=part)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     axis.tick_params(axis="x", labelsize="x-small", rotation=45)
-    axis.set_ylabel(label)
+    axis.set(title=title, xlabel=cases, ylabel=time)
+    axis.grid(axis="y", alpha=0.3)
+    axis.set_axisbelow(True)
     figure.legend(*axis.get_legend_handles_labels(), loc="outside right upper", fontsize="x-small")
     figure.savefig(path, dpi=130)

@@ -176,6 +176,8 @@ class DecodeNode:
             case (sender, HeartbeatAck() as message):
                 self._learn(sender, message)
                 self._remote.nodes.retire(*message.leaving)
+                if not (message.prefill_nodes or message.leaving):
+                    self._scheduler.give_back_stranded(sender)
             case (_, Registered() | Refused()):
                 pass
             case (sender, message) if isinstance(message, PrefillMessage):

@@ -118,7 +118,7 @@ class RemotePrefill:
         self._attempts[attempt.id] = attempt
         self.nodes.begun(node, request.request_id)
         self._control.repeat(("prefill", attempt.id), node, attempt.message(self._destination))
-        log.info(
+        log.debug(
             "prefill dispatched",
             node=node.address,
             tokens=attempt.num_tokens,
@@ -146,13 +146,15 @@ class RemotePrefill:
         landed = self._reservations.landed(attempt.id, time.monotonic(), done.lingering)
         request.host_slots = attempt.prefix.extend(landed.extents)
         request.may_be_shared = not done.lingering
+        request.prefilled_by = attempt.node.address
         if attempt.prompt_logprobs is not None:
             request.prompt_logprobs = attempt.prompt_logprobs
         request.tried.clear()
         request.prefill_attempts = 0
         request.move(RequestState.LANDED)
         self._control.send(attempt.node, Admitted(attempt=attempt.id))
-        log.info(
+        say = log.info if done.lingering else log.debug
+        say(
             "landed",
             node=attempt.node.address,
             bytes=done.transferred_bytes,

@@ -1,6 +1,7 @@
 """A request at the decode node, which owns it, and the states that it passes through."""
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -69,6 +70,9 @@ class Request:
     gateway: Peer
     arrived: float = field(default_factory=time.monotonic)
     state: RequestState = RequestState.WAITING
+    spent: defaultdict[RequestState, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds in each state that it has left."""
+    moved_at: float = field(default_factory=time.monotonic)
     epoch: int = 0
     prefill_attempts: int = 0
     tried: set[str] = field(default_factory=set)
@@ -83,6 +87,8 @@ class Request:
     """Where it is in its grammar, once that is compiled."""
     cached_tokens: int | None = None
     """Tokens of its prompt that were not computed for it; None before its KV has landed for the first time."""
+    prefilled_by: str | None = None
+    """Address of the prefill node that sent its KV last."""
     may_be_shared: bool = True
     """Whether its KV may be cached. Not if something may still be written to its slots, be it the same."""
     prompt_logprobs: PromptLogprobTable | None = None
@@ -175,7 +181,9 @@ class Request:
         """The only way in which the state changes. Raises RuntimeError if `to` cannot follow."""
         if to not in _NEXT[self.state]:
             raise RuntimeError(f"request {self.request_id} is {self.state.value} and cannot become {to.value}")
-        self.state = to
+        now = time.monotonic()
+        self.spent[self.state] += now - self.moved_at
+        self.state, self.moved_at = to, now
 
     def finish_reason(self) -> FinishReason | None:
         """Why the newest token ends the request, or None."""

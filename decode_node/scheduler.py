@@ -90,7 +90,7 @@ class Scheduler:
         self.requests.add(request)
         if generate.grammar is not None:
             self._grammars.compile(request)
-        log.info(
+        log.debug(
             "queued",
             request_id=request_id,
             prompt_tokens=len(generate.prompt_ids),
@@ -117,6 +117,16 @@ class Scheduler:
             self._metrics.prefill_retries.inc()
             pause = RETRY_S * 2 ** max(0, request.prefill_attempts - 1)
             request.again_at = time.monotonic() + min(pause, LONGEST_RETRY_S)
+
+    def give_back_stranded(self, gateway: Peer) -> None:
+        """End requests that nobody can prefill, and of which the client has no token: their gateway knows no prefill
+        node, and none that leaves for a successor. It finds another decode node for them, or tells the clients."""
+        donors = self.requests.donors()
+        for request in self.requests.in_state(RequestState.WAITING):
+            is_new = request.gateway == gateway and not request.generated and request.generate.group not in donors
+            fits_here = self._local is not None and self._local.fits(request.kv_tokens)
+            if is_new and not fits_here and self._remote.nodes.choose(request) is None:
+                self.end(request, "abort", "no prefill node is left")
 
     def landed(self, request: Request, cached_tokens: int) -> None:
         """The KV of a request is complete and verified. cached_tokens: tokens that were not computed for that.
@@ -191,7 +201,7 @@ class Scheduler:
         landed, broken = self._local.staged()
         for request in landed:
             self._slots.landed(request, 0)
-            log.info("staged", request_id=request.request_id, tokens=request.kv_tokens)
+            log.debug("staged", request_id=request.request_id, tokens=request.kv_tokens)
         for request, failure in broken:
             self.end(request, "error", f"copying the prompt's KV to host memory failed: {failure}")
 
@@ -206,7 +216,7 @@ class Scheduler:
                 break
             generate = request.generate
             self._runner.admit(request.request_id, generate.prompt_ids, request.generated, generate.sampling)
-            log.info("admitted", request_id=request.request_id, kv_tokens=request.kv_tokens, was=request.state.value)
+            log.debug("admitted", request_id=request.request_id, kv_tokens=request.kv_tokens, was=request.state.value)
             request.move(RequestState.RUNNING)
             admitted = True
         return admitted
@@ -244,6 +254,13 @@ class Scheduler:
             self.end(request, "error", f"decode step failed: {token}")
             return False
         request.generated.append(token.token_id)
+        if len(request.generated) == 1:
+            self._metrics.note_stages(
+                len(request.generate.prompt_ids),
+                queue=request.spent[RequestState.WAITING],
+                admission=request.spent[RequestState.LANDED],
+                first_step=time.monotonic() - request.moved_at,
+            )
         if request.grammar is not None:
             try:
                 request.grammar.advance(token.token_id)
@@ -299,7 +316,17 @@ class Scheduler:
         self._grammars.forget(request)
         del self.requests[request.request_id]
         self._ended.add(request.request_id)
-        log.info("finished", request_id=request.request_id, reason=reason, tokens=len(request.generated), error=error)
+        log.info(
+            "finished",
+            request_id=request.request_id,
+            reason=reason,
+            prompt_tokens=len(request.generate.prompt_ids),
+            cached_tokens=request.cached_tokens,
+            tokens=len(request.generated),
+            prefill=request.prefilled_by,
+            seconds=round(time.monotonic() - request.arrived, 4),
+            error=error,
+        )
 
     # --- state ---
 

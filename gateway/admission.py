@@ -1,5 +1,6 @@
 """Middleware in front of the API: checks who asks, bounds bodies, and bounds the requests that are served at a time."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -7,10 +8,11 @@ from prometheus_client import Counter
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.client_usage import ClientUsage, ClientUse
 from gateway.endpoints import ENDPOINTS
 from gateway.errors import ApiError, shown
 from gateway.held_answers import HeldAnswers
-from gateway.keys import ApiKeys
+from gateway.keys import ApiKeys, Client
 
 _OPEN_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key)
 """Every other path needs a key, whether it exists or not."""
@@ -64,6 +66,7 @@ class Admission:
         keys: ApiKeys | None,
         limits: RequestLimits,
         answers: HeldAnswers,
+        usage: ClientUsage,
         refused: Counter,
         origins: Sequence[str] = (),
     ) -> None:
@@ -71,6 +74,7 @@ class Admission:
         self.answers = answers
         self._keys = keys
         self._limits = limits
+        self._usage = usage
         self._refused = refused
         self._origins = frozenset(origins)
         self.serving = 0
@@ -84,18 +88,17 @@ class Admission:
             return
         counted = RequestBytes(self)
         try:
-            client_key = self._admit(Request(scope), counted)
+            use = self._admit(Request(scope), counted)
         except ApiError as error:
             counted.close()
             await error.response(scope["path"])(scope, receive, send)
             return
         self.serving += 1
         try:
-            await self._app(
-                {**scope, "counted": counted, "client_key": client_key}, self._bounded(receive, counted), send
-            )
+            await self._app({**scope, "counted": counted, "use": use}, self._bounded(receive, counted), send)
         finally:
             self.serving -= 1
+            use.close(scope["access"].prepared)
             counted.close()
 
     def take(self, size: int) -> None:
@@ -104,14 +107,15 @@ class Admission:
             raise self._busy("too_many_bytes", "holds as many bytes of requests as it may")
         self.held += size
 
-    def _admit(self, request: Request, counted: RequestBytes) -> bytes:
-        """The client's key, empty if it needs none. Raises ApiError; for the key first, so others learn no limits."""
-        client_key = self._key_of(request)
-        if client_key is None:
+    def _admit(self, request: Request, counted: RequestBytes) -> ClientUse:
+        """The client's request. Raises ApiError; for the key first, so others learn no limits."""
+        client = self._client_of(request)
+        if client is None:
             message = "the API key is not one of this server's"
             if not {"authorization", "x-api-key"} & set(request.headers):
                 message = "no API key: expected the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             raise self._refused_with("api_key", ApiError(401, message, code="invalid_api_key"))
+        request.scope["access"].client = client.name
         if request.method == "POST":
             self._check_page(request)
         declared = int(request.headers.get("content-length", 0))
@@ -119,7 +123,7 @@ class Admission:
         if self.serving >= self._limits.max_concurrent_requests:
             raise self._busy("too_many_requests", f"serves {self.serving} requests already")
         counted.body(declared)
-        return client_key
+        return self._usage.begin(client, time.monotonic())
 
     def _check_page(self, request: Request) -> None:
         """Raises ApiError for what any web page can have a browser post to a service on the user's own machine.
@@ -137,15 +141,17 @@ class Admission:
             text = f"web pages of {shown(origin)} may not post here: allow them with --allowed-origin of the gateway"
             raise self._refused_with("origin", ApiError(403, text, code="origin_not_allowed"))
 
-    def _key_of(self, request: Request) -> bytes | None:
-        """The accepted key that OpenAI's or Anthropic's header has, or None. Without keys, whatever is sent as one."""
+    def _client_of(self, request: Request) -> Client | None:
+        """Whose key OpenAI's or Anthropic's header has, or None. Without keys, whatever is sent as one."""
         bearer = request.headers.get("authorization", "").encode("latin-1")
         alone = b"Bearer " + request.headers.get("x-api-key", "").encode("latin-1")
         for header in (bearer, alone):
-            key = header.partition(b" ")[2].strip()
-            if self._keys.accept(header) if self._keys is not None else key:
-                return key
-        return b"" if self._keys is None else None
+            if self._keys is not None:
+                if client := self._keys.find(header):
+                    return client
+            elif key := header.partition(b" ")[2].strip():
+                return Client(key)
+        return Client() if self._keys is None else None
 
     def _bounded(self, receive: Receive, counted: RequestBytes) -> Receive:
         """`receive` that raises ApiError for a body that is too large: not every body declares its length."""

@@ -16,6 +16,7 @@ from control.messages import FurtherChoice, Generate, Output, Peer, Token
 from control.prompt_logprobs import PromptLogprobs, PromptLogprobTable
 from gateway.errors import ApiError
 from gateway.held_answers import HeldBytes
+from gateway.outcome import Outcome
 
 log = structlog.get_logger(__name__)
 
@@ -41,6 +42,7 @@ class TokenizedRequest:
     """Of the prompt's blocks, by which the gateway looks for a node that has them; None if it does not."""
     structure_field: str | None = None
     """The field of the body that the grammar was made of."""
+    outcome: Outcome = field(init=False, compare=False, default_factory=Outcome)
 
     @property
     def request_id(self) -> str:

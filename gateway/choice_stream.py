@@ -45,20 +45,16 @@ class ChoiceStream:
     def __post_init__(self) -> None:
         self._request = self.prepared.tokenized[self.number]
         self._text = self._new_text()
-        self._tokens = 0
-        self._ttft: float | None = None
-        """Seconds."""
+        self._outcome = self._request.outcome
         self._last = 0.0
         """When the last token arrived (time.monotonic)."""
-        self._reason = "cancelled"
-        """Why it ended. Nobody sets it when the client cancels."""
 
     async def deltas(
         self, client: DecodeClient, held: HeldBytes, sink: DeltaSink
     ) -> AsyncGenerator[Sequence[Delta], None]:
         """Its deltas, as many as are there, but for those that the sink takes. Raises ApiError. Closing it cancels."""
         request = self._request
-        log.info(
+        log.debug(
             "request arrived",
             request_id=request.request_id,
             prompt_tokens=len(request.prompt_ids),
@@ -68,23 +64,15 @@ class ChoiceStream:
             async with aclosing(client.stream(request, self._read, held, sink)) as answer:
                 async for deltas in answer:
                     if deltas[-1].finish_reason is not None:
-                        self._reason = deltas[-1].finish_reason
+                        self._outcome.reason = deltas[-1].finish_reason
                         # The node does not know stop strings: closing the stream makes it stop.
                         await answer.aclose()
                     yield deltas if self.shared_prompt is None else await _with_prompt(deltas, self.shared_prompt)
         except Exception as error:
-            self._reason = (isinstance(error, ApiError) and error.code) or "error"
+            self._outcome.reason = (isinstance(error, ApiError) and error.code) or "error"
             raise
         finally:
-            self.metrics.requests_finished.labels(reason=self._reason).inc()
-            log.info(
-                "request finished",
-                request_id=request.request_id,
-                reason=self._reason,
-                tokens=self._tokens,
-                ttft_s=None if self._ttft is None else round(self._ttft, 4),
-                seconds=round(time.monotonic() - request.arrived, 4),
-            )
+            self.metrics.requests_finished.labels(reason=self._outcome.reason).inc()
 
     def _new_text(self) -> ChoiceText:
         options = self.prepared.text
@@ -93,19 +81,19 @@ class ChoiceStream:
     def _read(self, output: Output) -> Delta:
         if output.start == 0:
             self._text = self._new_text()
-            self.prepared.cached[self.number] = output.cached_tokens
-            self._tokens = 0
+            self._outcome.cached_tokens = output.cached_tokens
+            self._outcome.tokens = 0
         delta = self._text.push(output)
         if tokens := len(delta.tokens):
             now = time.monotonic()
-            if self._ttft is None:
-                self._ttft = now - self._request.arrived
-                self.metrics.ttft.observe(self._ttft)
+            if self._outcome.ttft is None:
+                self._outcome.ttft = now - self._request.arrived
+                self.metrics.ttft.observe(self._outcome.ttft)
             else:
                 for _ in range(tokens):
                     self.metrics.inter_token.observe((now - self._last) / tokens)
             self._last = now
-            self._tokens += tokens
+            self._outcome.tokens += tokens
         return delta
 
 

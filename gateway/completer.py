@@ -17,6 +17,7 @@ from gateway.config import GatewayConfig
 from gateway.decode_client import DecodeClient
 from gateway.errors import ApiError, shown, timed_out
 from gateway.held_answers import HeldBytes
+from gateway.keys import Client
 from gateway.preparer import ApiRequest, Arrival, GenerationBody, PreparedRequest, Preparer
 from gateway.registry import Capacity, NodeRegistry
 from gateway.requests.body import FieldPolicy, RequestBody, parse
@@ -36,7 +37,7 @@ class Completer:
     """Turns requests into answers. Belongs to the gateway's event loop.
 
     Threads parse and tokenize. Large requests have threads of their own, since one may take as long as thousands of
-    small ones. may_go_first: whether the requests of an API key, or of clients without one, may go before others.
+    small ones.
     """
 
     config: GatewayConfig
@@ -45,7 +46,6 @@ class Completer:
     registry: NodeRegistry
     metrics: Metrics
     context_length: int
-    may_go_first: Callable[[bytes], bool]
 
     def __post_init__(self) -> None:
         self.model = self.config.model_name
@@ -69,14 +69,12 @@ class Completer:
             message = f"the model {shown(model)} does not exist; this server serves {self.model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def prepare(
-        self, body: bytes, kind: type[GenerationBody], id_prefix: str, client_key: bytes
-    ) -> PreparedRequest:
+    async def prepare(self, body: bytes, kind: type[GenerationBody], id_prefix: str, client: Client) -> PreparedRequest:
         """Parse, check and tokenize a request. id_prefix: of its answers' ids. Raises ApiError, as `read` does."""
         now = time.monotonic()
-        salt_key = client_key if self.config.prefix_cache_per_key else None
+        salt_key = client.key if self.config.prefix_cache_per_key else None
         arrival = Arrival(now, now + self.config.request_timeout, self.capacity, salt_key)
-        may_go_first = self.may_go_first(client_key)
+        may_go_first = self.config.allow_priority or client.goes_first
 
         def prepared(request: GenerationBody) -> PreparedRequest:
             with request.renaming():

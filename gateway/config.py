@@ -35,6 +35,12 @@ class GatewayConfig(ProcessConfig):
     port: Port = 8000
     control_port: ControlPort = 8001
     control_host: Annotated[str | None, Flag("Address to bind ZeroMQ to; default: --host.")] = None
+    metrics_port: Annotated[
+        int | None,
+        Flag(
+            "Port of its own for /metrics, which the HTTP port then has no more; 0 takes a free one.", min=0, max=65535
+        ),
+    ] = None
     served_model_name: Annotated[str | None, Flag("Model name that clients use; default: the model path.")] = None
     request_timeout: Annotated[float, Flag("Seconds after which a request is given up with 504.", min=0.1)] = 600.0
     api_keys: Annotated[
@@ -47,7 +53,11 @@ class GatewayConfig(ProcessConfig):
         ),
     ] = field(default=(), repr=False)
     api_key_file: Annotated[
-        Path | None, Flag("File of keys that clients must present, one a line; read again when it changes.")
+        Path | None,
+        Flag(
+            "File of keys that clients must present, one a line, each with name, max-concurrent-requests and "
+            "tokens-per-minute if wanted (docs/operations/secure.md); read again when it changes."
+        ),
     ] = None
     priority_key_file: Annotated[
         Path | None, Flag("File of further keys, one a line, whose requests may go before others: a priority below 0.")

@@ -173,6 +173,7 @@ class DecodeClient:
             wait = _GATHER_S if failures and request.generate.group else 0.0
             asyncio.get_running_loop().call_later(wait, self._ask, group)
         attempt = Attempt(request, self._choose(request, failures, now, pending.cached), now, read, held, sink)
+        request.outcome.nodes.append(attempt.node.address)
         self._attempts[request.request_id] = attempt
         self._groups.setdefault(group, {})[request.request_id] = attempt
         attempt.pending = pending.by_node.setdefault(attempt.node.boot_id, PendingGenerate(attempt.node))

@@ -1,4 +1,8 @@
-"""The API keys of clients."""
+"""The API keys of clients.
+
+A file of keys has one on each line, after it its settings:
+`sk-4f1c name=search max-concurrent-requests=8 tokens-per-minute=200000`.
+"""
 
 import hashlib
 import os
@@ -6,11 +10,36 @@ import re
 import secrets
 import stat
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from base.errors import StartupError
 from gateway.config import API_KEYS_VARIABLE
 from service.watched import WatchedFiles
+
+UNNAMED = "unnamed"
+_NUMBER = r"[1-9]\d{0,11}"
+_SETTINGS = {"name": r"[\w.-]{1,64}", "max-concurrent-requests": _NUMBER, "tokens-per-minute": _NUMBER}
+
+
+@dataclass(frozen=True)
+class Client:
+    """Who sends a request. name: of its key in logs and metrics; None if clients need none. None: no limit."""
+
+    key: bytes = b""
+    name: str | None = None
+    goes_first: bool = False
+    """Whether its requests may go before others."""
+    max_concurrent_requests: int | None = None
+    tokens_per_minute: int | None = None
+
+
+@dataclass(frozen=True)
+class _Key:
+    """An accepted key. client: who sends it; without the key itself."""
+
+    digest: bytes
+    client: Client
 
 
 class ApiKeys:
@@ -18,41 +47,38 @@ class ApiKeys:
 
     def __init__(self, keys: Sequence[str], file: Path | None, priority_file: Path | None = None) -> None:
         """priority_file: has further keys, those whose requests may go before others."""
-        self._fixed = [_digest(_checked(key, f"--api-key or {API_KEYS_VARIABLE}").encode()) for key in keys]
-        self._file = _watched("--api-key-file", file)
-        self._priority_file = _watched("--priority-key-file", priority_file)
+        self._fixed = [
+            _Key(_digest(_checked(key, f"--api-key or {API_KEYS_VARIABLE}")), Client(name=UNNAMED)) for key in keys
+        ]
+        named = (("--api-key-file", file, False), ("--priority-key-file", priority_file, True))
+        self._files = [_watched(flag, path, goes_first) for flag, path, goes_first in named if path is not None]
 
     def __len__(self) -> int:
-        return len(self._digests())
+        return len(self._accepted())
 
-    def accept(self, authorization: bytes) -> bool:
-        """Whether a header is `Bearer KEY`. In constant time: compares all digests, which have one length."""
-        scheme, _, key = authorization.partition(b" ")
-        return _is_one_of(key.strip(), self._digests()) and scheme.lower() == b"bearer"
+    def find(self, authorization: bytes) -> Client | None:
+        """Whose header `Bearer KEY` it is, or None. In constant time: compares all digests, which have one length."""
+        scheme, _, text = authorization.partition(b" ")
+        key = text.strip()
+        given = hashlib.sha256(key).digest()
+        matches = [known for known in self._accepted() if secrets.compare_digest(given, known.digest)]
+        if not matches or scheme.lower() != b"bearer":
+            return None
+        return replace(matches[-1].client, key=key)
 
-    def may_go_first(self, key: bytes) -> bool:
-        """Whether requests with an accepted key may go before others."""
-        return self._priority_file is not None and _is_one_of(key, self._priority_file.get())
-
-    def _digests(self) -> list[bytes]:
-        return [*self._fixed, *(digest for file in (self._file, self._priority_file) if file for digest in file.get())]
-
-
-def _is_one_of(key: bytes, digests: Sequence[bytes]) -> bool:
-    given = _digest(key)
-    matches = [secrets.compare_digest(given, known) for known in digests]
-    return any(matches)
+    def _accepted(self) -> list[_Key]:
+        return [*self._fixed, *(key for file in self._files for key in file.get())]
 
 
-def _watched(flag: str, file: Path | None) -> WatchedFiles[list[bytes]] | None:
-    return None if file is None else WatchedFiles((file,), lambda: _read(flag, file))
+def _watched(flag: str, file: Path, goes_first: bool) -> WatchedFiles[list[_Key]]:
+    return WatchedFiles((file,), lambda: _read(flag, file, goes_first))
 
 
-def _read(flag: str, file: Path) -> list[bytes]:
+def _read(flag: str, file: Path, goes_first: bool) -> list[_Key]:
     try:
         with file.open(encoding="utf-8") as lines:
             mode = os.fstat(lines.fileno()).st_mode
-            keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+            keys = [line.split() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     except OSError as error:
         raise StartupError(f"{flag} {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -61,7 +87,27 @@ def _read(flag: str, file: Path) -> list[bytes]:
         raise StartupError(f"{flag} {file}: anyone on this machine can read it; chmod 600 or 640 it")
     if not keys:
         raise StartupError(f"{flag} {file}: expected one key per line, found none")
-    return [_digest(_checked(key, f"{flag} {file}").encode()) for key in keys]
+    return [_key(words, f"{flag} {file}", goes_first) for words in keys]
+
+
+def _key(words: Sequence[str], source: str, goes_first: bool) -> _Key:
+    """The key of a line. Raises StartupError, which tells nothing of the line but names of settings."""
+    settings = dict(word.partition("=")[::2] for word in words[1:])
+    if not all(
+        name in _SETTINGS and re.fullmatch(_SETTINGS[name], value, re.ASCII) for name, value in settings.items()
+    ):
+        raise StartupError(
+            f"{source}: expected KEY on a line, and after it at most name=NAME (up to 64 letters, digits, '_', '.', "
+            "'-'), max-concurrent-requests=NUMBER and tokens-per-minute=NUMBER (1 and more)"
+        )
+    requests, tokens = (settings.get(limit) for limit in ("max-concurrent-requests", "tokens-per-minute"))
+    client = Client(
+        name=settings.get("name", UNNAMED),
+        goes_first=goes_first,
+        max_concurrent_requests=None if requests is None else int(requests),
+        tokens_per_minute=None if tokens is None else int(tokens),
+    )
+    return _Key(_digest(_checked(words[0], source)), client)
 
 
 def _checked(key: str, source: str) -> str:
@@ -71,5 +117,5 @@ def _checked(key: str, source: str) -> str:
     return key
 
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

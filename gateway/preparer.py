@@ -3,7 +3,7 @@
 import hashlib
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from base.block_hashes import BlockHasher
 from base.errors import StartupError
@@ -44,8 +44,6 @@ class PreparedRequest:
     text: TextOptions
     body: GenerationBody
     reading: ChatReading | None = None
-    cached: dict[int, int] = field(default_factory=dict)
-    """By number of the answer, tokens of its prompt that were not computed for it, as soon as a node has said so."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -64,8 +62,13 @@ class PreparedRequest:
     def cached_tokens(self) -> int:
         """Those of `prompt_tokens` that were computed for none of the answers."""
         choices = self.request.computed_choices
-        known = [self.cached.get(number, 0) for number in range(len(self.tokenized))]
+        known = [each.outcome.cached_tokens for each in self.tokenized]
         return sum(min(known[first : first + choices]) for first in range(0, len(known), choices))
+
+    @property
+    def generated_tokens(self) -> int:
+        """Of all answers, those that are not given included."""
+        return sum(each.outcome.tokens for each in self.tokenized)
 
     @property
     def shares_prompt_logprobs(self) -> bool:

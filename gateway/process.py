@@ -3,9 +3,11 @@
 import asyncio
 import gc
 import signal
+import socket
 import time
 
 import structlog
+from fastapi import FastAPI
 
 from base.block_hashes import BLOCK_TOKENS, BlockHasher
 from base.errors import StartupError
@@ -26,10 +28,12 @@ from control.messages import (
     Rejected,
 )
 from control.plane import ControlPlane
+from gateway.access_log import AccessLog
 from gateway.admission import Admission, RequestLimits
+from gateway.client_usage import ClientUsage
 from gateway.completer import Completer
 from gateway.config import API_KEYS_VARIABLE, GatewayConfig
-from gateway.decode_client import DecodeClient
+from gateway.decode_client import SWEEP_S, DecodeClient
 from gateway.errors import ApiError, unavailable
 from gateway.held_answers import HeldAnswers
 from gateway.keys import ApiKeys
@@ -42,7 +46,7 @@ from service.config import check_clients, check_processes
 from service.connection import ConnectionLimits
 from service.http_server import HttpServer
 from service.lifecycle import STOP_SIGNALS, Lifecycle, raise_file_limit
-from service.status import bind_http, status_router
+from service.status import bind_http, metrics_router, status_router
 from service.watched import server_tls
 
 log = structlog.get_logger(__name__)
@@ -90,7 +94,10 @@ class Gateway:
         check_clients(config.host, keys is not None, config.insecure)
         check_processes("--control-host", config.bound_control_host, config.key_dir, config.insecure)
         self._listener = bind_http(config.host, config.port)
+        self._metrics_listener: socket.socket | None = None
         try:
+            if config.metrics_port is not None:
+                self._metrics_listener = bind_http(config.host, config.metrics_port, "--metrics-port")
             tokenizer = CheckpointTokenizer(str(config.model_path), config.chat_template)
             context_length = _context_length(config, tokenizer)
             limits = _request_limits(config, context_length)
@@ -108,7 +115,9 @@ class Gateway:
                 keys=cluster_keys,
             )
         except StartupError:
-            self._listener.close()
+            for listener in (self._listener, self._metrics_listener):
+                if listener is not None:
+                    listener.close()
             raise
         self._refused: dict[str, str] = {}
         """By address, why a node was refused last. It asks every second but is logged once."""
@@ -122,22 +131,30 @@ class Gateway:
             self.registry,
             self.metrics,
             context_length,
-            lambda key: config.allow_priority or (keys is not None and keys.may_go_first(key)),
         )
         app = ApiServer(self._completer, self._rejection_reason).app()
-        app.include_router(status_router(self.metrics, self._unready_reason, self._refresh))
+        app.include_router(status_router(self._unready_reason))
+        metrics_app = app if self._metrics_listener is None else FastAPI(openapi_url=None)
+        metrics_app.include_router(metrics_router(self.metrics, self._refresh))
         self._answers = HeldAnswers(
             config.max_answer_mib << 20, config.max_total_answer_mib << 20, self.metrics.answers_ended
         )
-        self._admission = Admission(app, keys, limits, self._answers, self.metrics.http_refused, config.allowed_origins)
+        usage = ClientUsage(self.metrics)
+        self._admission = Admission(
+            app, keys, limits, self._answers, usage, self.metrics.http_refused, config.allowed_origins
+        )
         self._http = HttpServer(
-            self._admission,
+            AccessLog(self._admission, self.metrics.http_requests),
             self._listener,
             ConnectionLimits(_max_connections(config.max_concurrent_requests), config.header_timeout),
             self.metrics.http_refused,
             tls=None if tls is None else tls.get,
             stop_timeout=5,
         )
+        self._servers = [self._http]
+        if self._metrics_listener is not None:
+            limited = ConnectionLimits()
+            self._servers.append(HttpServer(metrics_app, self._metrics_listener, limited, self.metrics.http_refused))
         self._sizes = {
             "http": f"{config.host}:{self.port}",
             "tls": tls is not None,
@@ -150,6 +167,11 @@ class Gateway:
         }
 
     @property
+    def metrics_port(self) -> int:
+        """The port of /metrics."""
+        return int((self._metrics_listener or self._listener).getsockname()[1])
+
+    @property
     def port(self) -> int:
         """The HTTP port."""
         return int(self._listener.getsockname()[1])
@@ -160,19 +182,22 @@ class Gateway:
         self.control.start()
         log.info("gateway starts", **self._sizes)
         sweeping = asyncio.create_task(self._client.sweep())
-        serving = asyncio.create_task(self._http.serve())
+        serving = asyncio.gather(*(server.serve() for server in self._servers))
+        watching = asyncio.create_task(self._watch_nodes())
         stopping = asyncio.create_task(self._drained())
-        await asyncio.wait((serving, stopping, sweeping), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((serving, stopping, sweeping, watching), return_when=asyncio.FIRST_COMPLETED)
         log.info("gateway stops", requests=self._client.in_flight)
-        self._http.should_exit = True
+        for server in self._servers:
+            server.should_exit = True
         await self._client.close(_CANCEL_AT_STOP_S)
         await serving
-        for task in (sweeping, stopping):
+        for task in (sweeping, watching, stopping):
             task.cancel()
         self.control.stop()
         self._completer.close()
-        if sweeping.done() and (failure := sweeping.exception()):
-            raise failure
+        for task in (sweeping, watching):
+            if task.done() and (failure := task.exception()):
+                raise failure
 
     def signalled(self, number: int) -> None:
         """Handle a stop signal. Call it on the loop that serves."""
@@ -185,6 +210,14 @@ class Gateway:
         await self._stopping.wait()
         while self.lifecycle.phase is Phase.DRAINING and self._client.in_flight:
             await asyncio.sleep(0.05)
+
+    async def _watch_nodes(self) -> None:
+        """Log each node that falls silent, or is heard again."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for peer, is_live in self.registry.liveness_changes(time.monotonic()):
+                say, event = (log.info, "node found again") if is_live else (log.warning, "node lost")
+                say(event, role=peer.role, node=peer.address, boot_id=peer.boot_id)
 
     def _hand_over(self, sender: Peer, message: Message) -> None:
         """On the control thread: pass a message to the event loop, which owns all state."""

@@ -36,6 +36,8 @@ class Node:
     last_heartbeat: float
     ready: bool = True
     leaving: bool = False
+    lost: bool = False
+    """Whether it was found silent, at the last look."""
     reported_tokens: int = 0
     assigned_tokens: int = 0
     """Sent by this gateway since the last heartbeat."""
@@ -116,6 +118,13 @@ class NodeRegistry:
         """Send no new request to that process. It stays registered, since it may still finish others."""
         if node := self._find(peer):
             node.leaving = True
+
+    def liveness_changes(self, now: float) -> list[tuple[Peer, bool]]:
+        """Nodes that have fallen silent since the last call, or are heard again, and whether they are live."""
+        changed = [n for n in self._nodes.values() if not n.leaving and n.lost is n.live(now)]
+        for node in changed:
+            node.lost = not node.lost
+        return [(node.peer, not node.lost) for node in changed]
 
     def pick_decode(
         self, tokens: int, exclude: Collection[str], now: float, cached: Mapping[str, int] = _NOTHING_CACHED

@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Scope
 
 from gateway.admission import RequestBytes
 from gateway.attempt import DeltaSink
@@ -53,13 +54,17 @@ class ApiServer:
         return JSONResponse(await completer.read(body, endpoint.body, lambda parsed: render(parsed, completer)))
 
     async def _answer(self, endpoint: Generates, http: Request) -> Response:
-        work = self._generate(endpoint, await http.body(), http.scope["counted"], http.scope["client_key"])
+        work = self._generate(endpoint, await http.body(), http.scope)
         return await unless_client_leaves(http.receive, work) or Response(status_code=CLIENT_LEFT)
 
-    async def _generate(self, endpoint: Generates, body: bytes, counted: RequestBytes, client_key: bytes) -> Response:
+    async def _generate(self, endpoint: Generates, body: bytes, scope: Scope) -> Response:
         """The complete answer, or a stream once it has its first tokens: until then an error has an HTTP status."""
-        completer, held = self._completer, counted.answers
-        prepared = await completer.prepare(body, endpoint.body, endpoint.id_prefix, client_key)
+        completer, use = self._completer, scope["use"]
+        counted: RequestBytes = scope["counted"]
+        held = counted.answers
+        prepared = await completer.prepare(body, endpoint.body, endpoint.id_prefix, use.client)
+        scope["access"].prepared = prepared
+        use.prompt(prepared.prompt_tokens)
         counted.prompt(prepared.prompt_tokens)
         if reason := self._rejection_reason():
             raise reason

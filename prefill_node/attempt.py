@@ -5,6 +5,7 @@ The endpoint, the planner and the policy of fetches share it on one loop. What i
 then.
 """
 
+import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -137,6 +138,9 @@ class HeldAttempt(PrefillJob):
     """Why it was given up; None if the decode node aborted it."""
     lingering: bool = False
     """A write was cut or given up, and the network may still carry it, even if it was repeated and landed."""
+    arrived_at: float = field(default_factory=time.monotonic)
+    begun_at: float | None = None
+    """When the first of it began to be fetched or computed, or all of it was found (time.monotonic)."""
     computed_at: float = 0.0
     """When the last chunk was computed (time.monotonic). From then on it waits for its transfer only."""
     num_bytes: int = 0
@@ -179,7 +183,13 @@ class HeldAttempt(PrefillJob):
         """The only way in which the state changes. Raises RuntimeError if `to` cannot follow."""
         if to not in _NEXT[self.state]:
             raise RuntimeError(f"attempt {self.id} is {self.state.value} and cannot become {to.value}")
+        self.begin()
         self.state = to
+
+    def begin(self) -> None:
+        """It waits no longer for its turn. Only the first call counts."""
+        if self.begun_at is None:
+            self.begun_at = time.monotonic()
 
     def leave_step(self) -> None:
         """What a step computes of it, or will, after a prefix that is not all there, does not count."""

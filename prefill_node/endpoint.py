@@ -150,7 +150,7 @@ class PrefillEndpoint:
         else:
             self._planner.start(decode, request)
             self._decode_nodes.watch(attempt.decode for attempt in self._held.values())
-            log.info("queued", tokens=len(request.token_ids), **attempt.log_fields)
+            log.debug("queued", tokens=len(request.token_ids), **attempt.log_fields)
 
     def _refuse(self, decode: Peer, attempt: AttemptId, reason: str) -> None:
         log.warning("refused", reason=reason, **attempt.log_fields)

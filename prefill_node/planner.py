@@ -216,6 +216,8 @@ class PrefillPlanner:
             number = self._dispatch.start_gather(list(map(self._fetches.divided, gathered)))
         else:
             number = self._dispatch.start_step(step)
+        for attempt, _ in step.chunks:
+            attempt.begin()
         self._running = _Running(number, time.monotonic(), step, gathered, may_wait)
         self._passes += 1
 
@@ -317,7 +319,9 @@ class PrefillPlanner:
         elif attempt.state is HeldState.SENDING:
             attempt.move(HeldState.SENT)
             self._updates.append(attempt.done())
-            log.info(
+            self._note_stages(attempt)
+            say = log.info if attempt.lingering else log.debug
+            say(
                 "sent",
                 cached=attempt.cached,
                 fetched=attempt.fetched,
@@ -328,6 +332,15 @@ class PrefillPlanner:
                 lingering=attempt.lingering,
                 **attempt.id.log_fields,
             )
+
+    def _note_stages(self, attempt: HeldAttempt) -> None:
+        begun = attempt.begun_at or attempt.computed_at
+        self._metrics.note_stages(
+            attempt.num_tokens,
+            prefill_queue=begun - attempt.arrived_at,
+            prefill=attempt.computed_at - begun,
+            transfer=time.monotonic() - attempt.computed_at,
+        )
 
     def _send_cached(self, attempt: HeldAttempt) -> None:
         """In pieces of the size of chunks, so that the decode node verifies one while the next is sent."""

@@ -220,7 +220,7 @@ class PrefixFetches:
             self._prefill.mark_cached(attempt, fetch.stop)
             attempt.fetched = fetch.stop - fetch.start
             self._metrics.prefix_fetched_tokens.inc(attempt.fetched)
-            log.info(
+            log.debug(
                 "fetched",
                 tokens=attempt.fetched,
                 bytes=report.num_bytes,

@@ -155,7 +155,7 @@ class NodeConfig(ProcessConfig):
         str | None, Flag("Address that KV is written to, on the data network; default: --advertise-host.")
     ] = None
     transfer_ports: Annotated[
-        str, Flag("MIN-MAX: ports for Mooncake, two per engine, on every interface; see docs/operations.md.")
+        str, Flag("MIN-MAX: ports for Mooncake, two per engine, on every interface; see docs/operations/secure.md.")
     ] = "15000-16999"
     ib_device: IbDevice = ""
 

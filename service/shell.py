@@ -21,7 +21,7 @@ from control.plane import ControlPlane
 from kvcache.block_cache import BlockCache
 from service.config import NodeConfig
 from service.lifecycle import STOP_SIGNALS, Lifecycle
-from service.status import StatusServer, bind_http, status_router
+from service.status import StatusServer, bind_http, metrics_router, status_router
 from transfer.ports import reachable_addresses
 from transfer.transports import Transports
 
@@ -86,8 +86,11 @@ class NodeShell(Generic[Event]):
         self._membership = membership
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
-        router = status_router(self.metrics, self._not_ready_reason, lambda: self._refresh(refresh))
-        self._status = StatusServer(self._listener, router, *routers, refused=self.metrics.http_refused)
+        own = (
+            status_router(self._not_ready_reason),
+            metrics_router(self.metrics, lambda: self._refresh(refresh)),
+        )
+        self._status = StatusServer(self._listener, *own, *routers, refused=self.metrics.http_refused)
         self._status.start()
         self.gateways.start()
         self.control.start()
@@ -115,7 +118,7 @@ class NodeShell(Generic[Event]):
         if transports.ports and (addresses := reachable_addresses()):
             log.warning(
                 "whoever reaches the transfer ports can write to this node's KV, without authentication; confine them "
-                "to the nodes' data network (docs/operations.md, Network)",
+                "to the nodes' data network (docs/operations/secure.md, Network)",
                 ports=",".join(map(str, transports.ports)),
                 addresses=",".join(addresses),
             )

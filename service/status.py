@@ -44,10 +44,8 @@ class Version(TypedDict):
     protocol: int
 
 
-def status_router(
-    metrics: Metrics, not_ready_reason: Callable[[], str | None], refresh: Callable[[], None]
-) -> APIRouter:
-    """The status routes; /health needs no other process. not_ready_reason: None if ready. refresh: updates gauges."""
+def status_router(not_ready_reason: Callable[[], str | None]) -> APIRouter:
+    """/health, which needs no other process, /ready and /version. not_ready_reason: None if ready."""
     router = APIRouter()
 
     @router.api_route("/health", methods=["GET", "HEAD"])
@@ -61,11 +59,6 @@ def status_router(
         response.status_code = 503
         return {"status": "not ready", "reason": reason}
 
-    @router.get("/metrics")
-    async def scrape() -> Response:
-        refresh()
-        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
-
     @router.get("/version")
     async def version() -> Version:
         return {"version": VERSION, "protocol": PROTOCOL_VERSION}
@@ -73,7 +66,19 @@ def status_router(
     return router
 
 
-def bind_http(host: str, port: int) -> socket.socket:
+def metrics_router(metrics: Metrics, refresh: Callable[[], None]) -> APIRouter:
+    """/metrics. refresh: updates gauges."""
+    router = APIRouter()
+
+    @router.get("/metrics")
+    async def scrape() -> Response:
+        refresh()
+        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def bind_http(host: str, port: int, flag: str = "--port") -> socket.socket:
     """A listening TCP socket. Raises StartupError if the address is taken or invalid."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -86,7 +91,7 @@ def bind_http(host: str, port: int) -> socket.socket:
         host_is_wrong = error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror)
         raise StartupError(
             f"cannot bind the HTTP port {host}:{port}: {error.strerror}; "
-            f"choose another {'--host' if host_is_wrong else '--port'}"
+            f"choose another {'--host' if host_is_wrong else flag}"
         ) from error
     except TypeError as error:
         # What Python raises for a string that cannot be a host name.

@@ -8,7 +8,7 @@ import pytest
 from tests.test_house import ROOT, tracked
 
 DESIGN = ROOT / "docs" / "design.md"
-PAGES = (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md")
+PAGES = (*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md")
 _LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[\w-]*)?\)")
 _CODE = re.compile(r"`([^`\n]+)`")
 _FILE = re.compile(r"(?<![\w./*-])[\w.-]+(?:/[\w.-]+)+\.(?:cuh?|json|md|nft|py|sh|toml|ya?ml)\b")
@@ -22,6 +22,13 @@ def test_links_lead_to_files_of_the_repository(page: Path) -> None:
     present = FILES | {parent for file in FILES for parent in file.parents}
     targets = [(page.parent / link).resolve() for link in _LINK.findall(page.read_text())]
     assert [target for target in targets if target not in present] == []
+
+
+@pytest.mark.parametrize("page", sorted(file for file in FILES if file.suffix == ".md"), ids=lambda p: p.name)
+def test_links_lead_to_sections_that_are_there(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:\s]*)#([\w-]+)\)", page.read_text())
+    targets = [((page.parent / link).resolve() if link else page, anchor) for link, anchor in links]
+    assert [(name, anchor) for name, anchor in targets if name.suffix == ".md" and anchor not in _anchors(name)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -45,6 +52,15 @@ def test_classes_that_the_design_names_are_defined_in_the_product() -> None:
     named = {name for code in _CODE.findall(DESIGN.read_text()) for name in _CLASS.findall(code)}
     assert len(named) > 50
     assert named - defined == set()
+
+
+def _anchors(page: Path) -> set[str]:
+    """What links can lead to: headings, as GitHub names them, and marks."""
+    text = page.read_text()
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings} | set(
+        re.findall(r'<a id="([\w-]+)">', text)
+    )
 
 
 def _is_tool(file: Path) -> bool:

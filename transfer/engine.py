@@ -59,6 +59,10 @@ def _start(host: str, transport: EngineTransport, ib_device: str) -> Any:
             f"cannot load Mooncake ({error}); install hisparse-pd[cpu], [cuda12] or [cuda13] and libibverbs1"
         ) from error
     engine = TransferEngine()
+    log.info(
+        "Mooncake starts; of its own lines these mean nothing",
+        lines="Logging before InitGoogleLogging() | Local segment descriptor not found",
+    )
     if engine.initialize(host, "P2PHANDSHAKE", transport, ib_device) != 0:
         raise StartupError(f"Mooncake did not start on {host} with {transport}; is the address this host's?")
     return engine

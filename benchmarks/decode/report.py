@@ -87,4 +87,5 @@ def write_png(results: list[CaseResult], config: DecodeBench) -> None:
         name = f"{result.batch} x {result.new_positions}"
         bars[name] = result.timing.parts
         bars[f"{name}\nlimit"] = {part: result.limit_ms(part) for part in StepPart}
-    draw_parts(config.png, bars, "ms per decode step (batch x new positions)")
+    title = f"A decode step of {config.shape} with {config.context} tokens a request, by part"
+    draw_parts(config.png, bars, title, "requests x new positions a step and layer", "ms per step")

@@ -117,7 +117,8 @@ def time_steps(
         step = launch(runner, requests.coordinator, requests.ids, width=width)
         if width > 1:
             passes.accept(len(requests.ids), width, wrong)
-        runner.draft(step)
+            step.drawn = wrong[:, None].double()
+            runner.draft(step)
         torch.cuda.synchronize()
         elapsed = time.perf_counter() - start
         requests.coordinator.step_over(step.batch.places, dict.fromkeys(requests.ids, 1))

@@ -98,4 +98,5 @@ def write_png(results: list[CaseResult], config: PrefillBench) -> None:
     for result in results:
         bars[str(result.context)] = result.timing.parts
         bars[f"{result.context}\nlimit"] = {part: result.limit_ms(part) for part in PARTS}
-    draw_parts(config.png, bars, f"ms per chunk of {config.chunked_prefill_size} tokens")
+    title = f"A chunk of {config.chunked_prefill_size} tokens of {config.shape}, by part"
+    draw_parts(config.png, bars, title, "tokens of the prompt up to the end of the chunk", "ms per chunk")

@@ -172,16 +172,27 @@ def write_json(path: Path, report: Report) -> None:
 def write_png(path: Path, report: Report) -> None:
     """Time per launch against misses: a panel per batch, with the PCIe floor."""
     batches = sorted({result.batch for result in report.results})
-    figure = new_figure(figsize=(3.4 * len(batches), 4.2), layout="constrained")
-    axes = figure.subplots(1, len(batches), squeeze=False).flat
-    for axis, batch in zip(axes, batches, strict=True):
+    columns = min(3, len(batches))
+    rows = -(-len(batches) // columns)
+    figure = new_figure(figsize=(3.2 * columns, 3.0 * rows + 0.6), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axis in axes[len(batches) :]:
+        axis.set_visible(False)
+    for axis, batch in zip(axes, batches, strict=False):
         members = sorted((r for r in report.results if r.batch == batch), key=lambda r: r.misses)
         misses = [r.misses for r in members]
         axis.plot(misses, [r.swap_in.graph_us for r in members], "o-", color="tab:blue", label="in a graph")
         axis.plot(misses, [r.swap_in.single_us for r in members], "o--", color="tab:cyan", label="single launch")
-        axis.plot(misses, [r.resolve.graph_us for r in members], "s-", color="tab:green", label="resolve, in a graph")
+        resolving = [r.resolve.single_us - report.floor_us for r in members]
+        axis.plot(misses, resolving, "s-", color="tab:green", label="resolve, less the floor")
         fetching = [r for r in members if r.misses]
-        axis.plot([r.misses for r in fetching], [report.pcie_us(r) for r in fetching], ":", color="black", label="PCIe")
+        axis.plot(
+            [r.misses for r in fetching],
+            [report.pcie_us(r) for r in fetching],
+            ":",
+            color="black",
+            label="PCIe, copy engine",
+        )
         if stated := [(r.misses, us) for r in members if (us := report.stated_us(r)) is not None]:
             axis.plot(*zip(*stated, strict=True), "x--", color="tab:orange", label=f"{PEER} as stated, single")
         if peers := [(r.misses, r.peer.graph_us) for r in members if r.peer]:
@@ -189,9 +200,8 @@ def write_png(path: Path, report: Report) -> None:
         axis.set_xscale("symlog", linthresh=16)
         axis.set_yscale("log")
         axis.set_xticks(misses, [str(count) for count in misses])
-        axis.set(xlabel="misses per request", title=f"batch {batch}", ylim=(1, None))
+        axis.set(xlabel="misses per request", ylabel="us per launch", title=f"batch {batch}", ylim=(1, None))
         axis.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("us per launch")
-    figure.axes[-1].legend(fontsize="x-small")
-    figure.suptitle(f"swap-in on {report.device}, {report.shape.item_bytes} B items")
-    figure.savefig(path, dpi=130)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.suptitle(f"Time of a swap-in launch, {report.device}, items of {report.shape.item_bytes} B")
+    figure.savefig(path, dpi=100)

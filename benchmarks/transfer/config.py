@@ -43,7 +43,7 @@ class TransferBench:
     quick: Annotated[bool, Flag("A few small cases, in less than 30 seconds.", name="--quick")] = False
     methods: Annotated[
         tuple[Group, ...],
-        swept("ours, token, page, ceiling or nixl; default: all that is installed.", _groups),
+        swept("ours, token, page, large or nixl; default: all that is installed.", _groups),
     ] = ()
     overlap: Annotated[bool, Flag("Measure how long a prompt waits when it is sent while its chunks compute.")] = True
     transfer_checksum: TransferChecksum = "sample"

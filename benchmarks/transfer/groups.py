@@ -9,7 +9,7 @@ class Group(StrEnum):
     OURS = "ours"
     TOKEN = "token"
     PAGE = "page"
-    CEILING = "ceiling"
+    LARGE = "large"
     NIXL = "nixl"
 
     @property
@@ -21,6 +21,6 @@ _LABELS = {
     Group.OURS: "ours",
     Group.TOKEN: "one descriptor per token",
     Group.PAGE: "one descriptor per page",
-    Group.CEILING: "ceiling",
+    Group.LARGE: "descriptors of 1 MiB",
     Group.NIXL: "NIXL over UCX",
 }

@@ -65,7 +65,7 @@ def _by_engine(raw: RawEngine, case: Case, placement: Placement, pools: Pools) -
             plan = partial(per_page, placement, case.page_size, pools.source, pools.target)
             yield Posting(f"per page, {how}", Group.PAGE, placement, plan, write)
         plan = partial(pieces, case.concurrency * case.tokens, pools.source, pools.target)
-        yield Posting(f"1 MiB, {how}", Group.CEILING, in_one_piece(case), plan, write)
+        yield Posting(f"1 MiB, {how}", Group.LARGE, in_one_piece(case), plan, write)
 
 
 def _by_memcpy(case: Case, placement: Placement, pools: Pools, threads: CopyThreads) -> Iterator[Method]:
@@ -77,7 +77,7 @@ def _by_memcpy(case: Case, placement: Placement, pools: Pools, threads: CopyThre
         yield Posting("copy per page", Group.PAGE, placement, plan, partial(threads.copy, how=stream_runs))
     plan = partial(pieces, case.concurrency * case.tokens, pools.source, pools.target)
     name = f"memcpy, {COPY_THREADS} threads"
-    yield Posting(name, Group.CEILING, in_one_piece(case), plan, partial(threads.copy, how=memmove))
+    yield Posting(name, Group.LARGE, in_one_piece(case), plan, partial(threads.copy, how=memmove))
 
 
 @contextmanager

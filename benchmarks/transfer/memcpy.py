@@ -1,4 +1,4 @@
-"""Plain memcpy into memory that a process of the same host shares: the ceiling where no network is needed."""
+"""Plain memcpy into memory that a process of the same host shares: what large writes take without a network."""
 
 import ctypes
 import mmap

@@ -10,7 +10,7 @@ from transfer.memory import BufferInfo
 from transfer.planner import Descriptors, Int64s, expand_pages
 
 PIECE_BYTES = 1 << 20
-"""What an engine is given to show its ceiling."""
+"""Of a descriptor of a large write."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def place(case: Case, seed: int = 0) -> Placement:
 
 
 def in_one_piece(case: Case) -> Placement:
-    """The same bytes with nothing scattered: what a ceiling is measured with."""
+    """The same bytes with nothing scattered: what large writes are measured with."""
     everything = np.arange(case.concurrency * case.tokens, dtype=np.int64)
     return Placement(1, (Request(everything, everything, everything),))
 

@@ -13,7 +13,7 @@ from benchmarks.transfer.results import CaseResult
 
 _COLOURS = {
     Group.OURS: "tab:blue",
-    Group.CEILING: "black",
+    Group.LARGE: "black",
     Group.PAGE: "tab:orange",
     Group.TOKEN: "tab:red",
     Group.NIXL: "tab:green",

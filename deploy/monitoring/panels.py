@@ -23,6 +23,16 @@ def selected(component: str, *more: str) -> str:
 
 
 GATEWAY, PREFILL, DECODE = selected("gateway"), selected("prefill"), selected("decode")
+ASKED = selected("gateway", 'endpoint=~"/v1/.*"')
+FAILED = selected("gateway", 'endpoint=~"/v1/.*"', 'status=~"5.."')
+STAGES = {
+    "queue": ("Queue at the decode node", "Waits for host slots and for a prefill node."),
+    "prefill_queue": ("Queue at the prefill node", "Waits for its turn."),
+    "prefill": ("Prefill", "From the first chunk to the last, or to the end of a fetch."),
+    "transfer": ("Transfer", "What is left to write when all is computed."),
+    "admission": ("Admission", "In host memory, waits for a hot buffer."),
+    "first_step": ("First step", "From a hot buffer to the first token."),
+}
 
 
 def quantiles(metric: str, selector: str) -> dict[str, str]:
@@ -30,6 +40,15 @@ def quantiles(metric: str, selector: str) -> dict[str, str]:
         f"p{percent}": f"histogram_quantile({percent / 100:g}, sum by (le) (rate({metric}_bucket{selector}{RATE})))"
         for percent in (50, 95, 99)
     }
+
+
+def stage(name: str) -> Panel:
+    """A stage of requests before their first token, a line for each length of prompts."""
+    title, says = STAGES[name]
+    series = selected("prefill|decode", f'stage="{name}"').replace('component="', 'component=~"')
+    expression = f"sum by (le, prompt) (rate(hisparse_pd_stage_seconds_bucket{series}{RATE}))"
+    lines = {f"p{of} {{{{prompt}}}}": f"histogram_quantile({of / 100:g}, {expression})" for of in (50, 95)}
+    return Panel(title, "s", lines, f"{says} By length of the prompt in tokens.")
 
 
 def rate(metric: str, selector: str, by: str = "instance") -> str:
@@ -64,7 +83,26 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "waiting: no token has come yet.",
             stacked=True,
         ),
+        Panel(
+            "Error ratio",
+            "percentunit",
+            {
+                "{{endpoint}}": f"{rate('hisparse_pd_http_requests_total', FAILED, 'endpoint')} / "
+                f"{rate('hisparse_pd_http_requests_total', ASKED, 'endpoint')}"
+            },
+            "Answers with a status of 500 and more. A stream that breaks has begun with 200: see the reasons above.",
+        ),
+        Panel(
+            "Refused requests",
+            "reqps",
+            {
+                "{{reason}}": rate("hisparse_pd_http_refused_total", GATEWAY, "reason"),
+                "all with 429": rate("hisparse_pd_http_requests_total", selected("gateway", 'status="429"'), "status"),
+            },
+            "By the gateway before they were served; a 429 is one of these, or all decode nodes are full.",
+        ),
     ),
+    "Stages until the first token": tuple(map(stage, STAGES)),
     "Nodes": (
         Panel(
             "Registered nodes",
@@ -89,7 +127,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Prompt tokens waiting",
             "short",
             {"{{instance}}": f"hisparse_pd_prompt_tokens_waiting{PREFILL}"},
-            "What prefill nodes are scaled by.",
+            "Prefill nodes are scaled by these, and by the prompts that they belong to.",
         ),
         Panel(
             "Requests waiting for memory",

@@ -15,7 +15,7 @@ from tests.benchmarks.conftest import refusal, started
 from tests.e2e.cluster import all_gone, children_of, wait_until
 
 BENCH = [sys.executable, "-m", "cli.main", "bench", "transfer"]
-METHODS = "ours,token,page,ceiling"
+METHODS = "ours,token,page,large"
 SMALL = ["--tokens", "300", "--layers", "2", "--page-size", "16", "--rounds", "2", "--methods", METHODS]
 ENDLESS = [*BENCH, "--tokens", "32K", "--rounds", "1000"]
 
@@ -45,9 +45,9 @@ def test_every_method_is_measured_verified_and_reported(tmp_path: Path) -> None:
     assert len(content["cases"]) == 4
     for case in content["cases"]:
         groups = {method["group"] for method in case["methods"]}
-        assert {"ours", "page", "ceiling"} <= groups
+        assert {"ours", "page", "large"} <= groups
         assert case["bytes"] == 2 * 300 * 2 * 1152
-        assert sum(method["is_ceiling"] for method in case["methods"]) == 1
+        assert sum(method["is_best_large"] for method in case["methods"]) == 1
         for method in case["methods"]:
             assert method["bytes_verified"]
             assert len(method["runs_seconds"]) in (1, 2)

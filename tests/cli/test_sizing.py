@@ -71,7 +71,7 @@ def test_host_memory(deepseek: NodeSizing, glm: NodeSizing) -> None:
 
 
 def device_bytes(x: NodeSizing, layers: int, index_layers: int, running: int) -> int:
-    """The formulas of docs/operations.md."""
+    """The formulas of docs/operations/install.md."""
     s, g, h = 4112, 16, 4096
     hot, keys = s * layers * 656, CONTEXT * index_layers * 132
     tables = 8 * (s // g + CONTEXT // 64 + CONTEXT) + index_layers * (2 * CONTEXT + 5 * h + 4)

@@ -59,7 +59,7 @@ def test_the_ports_of_all_ranks_are_open_to_whom_those_of_the_first_are(overlay:
         for rule in (rule for rule in rules if "endPort" in rule):
             assert not others & set(range(rule["port"], rule["endPort"] + 1)), "no other ports by mistake"
     least, most = transfer_ports(overlay, role)
-    assert most - least + 1 == 8 * ranks, "docs/operations.md: count eight ports per process"
+    assert most - least + 1 == 8 * ranks, "docs/operations/secure.md: count eight ports per process"
 
 
 @every_group

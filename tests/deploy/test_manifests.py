@@ -236,14 +236,45 @@ def test_the_secrets_are_made_as_they_are_mounted(tmp_path: Path) -> None:
     assert made["hisparse-pd-allowed"]["data"].keys() == {f"{role}.key" for role in ROLES}
 
 
+def kustomized(directory: Path) -> list[Object]:
+    command = [KUBECTL, "kustomize", str(directory)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    return list(yaml.safe_load_all(text))
+
+
+def with_component(directory: Path, overlay: str, component: str) -> list[Object]:
+    base = os.path.relpath(KUBERNETES, directory)
+    made = {"resources": [f"{base}/overlays/{overlay}"], "components": [f"{base}/components/{component}"]}
+    (directory / "kustomization.yaml").write_text(yaml.safe_dump(made))
+    return kustomized(directory)
+
+
+@pytest.mark.parametrize("overlay", ["gpu-group", "gpu-group-two-hosts"])
+def test_a_job_can_download_the_checkpoint(tmp_path: Path, overlay: str) -> None:
+    """Into the claim that pods of the service mount, which the service then makes no more."""
+    downloading = kustomized(KUBERNETES / "download")
+    for item in downloading:
+        kubernetes_validate.validate(item, VERSIONS[0], strict=True)
+    assert [item["kind"] for item in downloading] == ["PersistentVolumeClaim", "Job"]
+    claim, job = downloading
+    spec = job["spec"]["template"]["spec"]
+    (each,) = spec["containers"]
+    assert spec["securityContext"] == pod("gpu-tcp", "gateway")["securityContext"]
+    assert each["image"] == container(overlay, "prefill")["image"]
+    assert each["args"][-1] == next(mount["mountPath"] for mount in each["volumeMounts"] if mount["name"] == "model")
+    assert {"name": "HF_HUB_OFFLINE", "value": "0"} in each["env"], "the image says 1"
+    name = claim["metadata"]["name"]
+    for mounted in (spec, pod(overlay, "prefill")):
+        (volume,) = [volume for volume in mounted["volumes"] if volume["name"] == "model"]
+        assert volume["persistentVolumeClaim"]["claimName"] == name
+    service = with_component(tmp_path, overlay, "own-model")
+    assert not [item for item in service if item["kind"] == "PersistentVolumeClaim"]
+    assert len(service) == len(objects(overlay)) - 1
+
+
 def test_tls_can_be_added(tmp_path: Path) -> None:
     """The files are where the flags say, and the probes speak it too."""
-    base = os.path.relpath(KUBERNETES, tmp_path)
-    overlay = {"resources": [f"{base}/overlays/gpu-tcp"], "components": [f"{base}/components/tls"]}
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
-    command = [KUBECTL, "kustomize", str(tmp_path)]
-    text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-    (gateway,) = [item for item in yaml.safe_load_all(text) if item["kind"] == "Deployment"]
+    (gateway,) = [item for item in with_component(tmp_path, "gpu-tcp", "tls") if item["kind"] == "Deployment"]
     kubernetes_validate.validate(gateway, VERSIONS[0], strict=True)
     (each,) = gateway["spec"]["template"]["spec"]["containers"]
     flags = command_line(each).values
@@ -251,5 +282,14 @@ def test_tls_can_be_added(tmp_path: Path) -> None:
     assert {str(flags["ssl_certfile"]), str(flags["ssl_keyfile"])} == {
         f"{mount['mountPath']}/tls.{kind}" for kind in ("crt", "key")
     }
-    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert each[kind]["httpGet"] == {"path": "/health", "port": "http", "scheme": "HTTPS"}
+    for kind, path in (("startupProbe", "/health"), ("readinessProbe", "/ready"), ("livenessProbe", "/health")):
+        assert each[kind]["httpGet"] == {"path": path, "port": "http", "scheme": "HTTPS"}
+
+
+@every_overlay
+def test_an_old_gateway_stays_until_nodes_have_found_the_new_one(overlay: str) -> None:
+    """A new one answers 503 before."""
+    assert workload(overlay, "gateway")["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+    assert container(overlay, "gateway")["readinessProbe"]["httpGet"]["path"] == "/ready"
+    for role in ("prefill", "decode"):
+        assert container(overlay, role)["readinessProbe"]["httpGet"]["path"] == "/health", "no node needs a gateway"

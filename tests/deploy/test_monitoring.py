@@ -19,6 +19,7 @@ TARGET_LABELS = {"job", "instance", "component"}
 """What the scrape configuration adds to every series."""
 KUBERNETES = HERE.parent / "kubernetes" / "base"
 VALUES = {
+    "stage": {"queue", "prefill_queue", "prefill", "transfer", "admission", "first_step"},
     "component": {"gateway", "prefill", "decode"},
     "state": {"free", "cached"} | {state.value for state in RequestState} | {state.label for state in HeldState},
     "pool": {"device", "host"},
@@ -110,6 +111,32 @@ def test_the_queries_of_the_dashboard_are_valid(tmp_path: Path) -> None:
     done = subprocess.run(
         [promtool(), "check", "rules", "queries.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prompts", "wanted"), [(131_072, 1, 1), (262_144, 2, 2), (5_000, 50, 5_000 / 16_384), (0, 0, 0)]
+)
+def test_the_autoscaler_wants_no_more_prefill_nodes_than_prompts(
+    tmp_path: Path, tokens: int, prompts: int, wanted: float
+) -> None:
+    rules = yaml.safe_load((HERE.parent / "kubernetes/components/autoscaling/prometheus-adapter.yaml").read_text())
+    [query] = [rule["metricsQuery"] for rule in rules["rules"]["custom"] if "prefill" in rule["name"]["as"]]
+    pod = 'namespace="n",pod="p"'
+    series = {
+        f"hisparse_pd_prompt_tokens_waiting{{{pod}}}": tokens,
+        f'hisparse_pd_requests{{{pod},state="computing"}}': prompts,
+        f'hisparse_pd_requests{{{pod},state="sent"}}': 7,
+    }
+    asked = {
+        "expr": query.replace("<<.GroupBy>>", "pod").replace("<<.LabelMatchers>>", pod),
+        "eval_time": "5m",
+        "exp_samples": [{"labels": '{pod="p"}', "value": wanted}],
+    }
+    given = [{"series": name, "values": f"{value}x20"} for name, value in series.items()]
+    test = {"tests": [{"interval": "15s", "input_series": given, "promql_expr_test": [asked]}]}
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump(test))
+    done = subprocess.run([promtool(), "test", "rules", "test.yaml"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -1,4 +1,4 @@
-"""The worked examples of docs/operations.md, computed by the functions that size a node.
+"""The worked examples of docs/operations/install.md, computed by the functions that size a node.
 
 `python -m tests.docs.sizing` rewrites it in place; a test checks that it is up to date.
 """
@@ -20,7 +20,7 @@ from kvcache.format import DenseFormat
 from kvcache.layout import KVLayout
 from model.families import ShapeName
 
-OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
+INSTALL = Path(__file__).parents[2] / "docs" / "operations" / "install.md"
 _BLOCK = re.compile(r"(<!-- sizing -->\n).*?(<!-- /sizing -->)", re.DOTALL)
 _GROUPS = re.compile(r"(<!-- sizing groups -->\n).*?(<!-- /sizing groups -->)", re.DOTALL)
 SHAPES: dict[str, ShapeName] = {"DeepSeek-V3.2": "deepseek-v3.2", "GLM-5.2": "glm-5.2"}
@@ -138,11 +138,11 @@ hisparse-pd decode --device cuda:0 --context-length {x.context} --max-running-re
 
 
 def with_example(text: str) -> str:
-    """The text of docs/operations.md with the examples as they are computed now."""
+    """The text of docs/operations/install.md with the examples as they are computed now."""
     text, found = _BLOCK.subn(lambda block: f"{block[1]}{example_block(Example())}{block[2]}", text)
     text, groups = _GROUPS.subn(lambda block: f"{block[1]}{groups_block()}{block[2]}", text)
     if not (found and groups):
-        raise ValueError(f"{OPERATIONS} has no place for the examples")
+        raise ValueError(f"{INSTALL} has no place for the examples")
     return text
 
 
@@ -161,4 +161,4 @@ def _gib(num_bytes: float) -> str:
 
 
 if __name__ == "__main__":
-    OPERATIONS.write_text(with_example(OPERATIONS.read_text()))
+    INSTALL.write_text(with_example(INSTALL.read_text()))

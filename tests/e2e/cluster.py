@@ -203,6 +203,8 @@ class Cluster:
     def _node_flags(self, flags: dict[str, object]) -> dict[str, object]:
         gateway = self.nodes.get("gateway")
         defaults: dict[str, object] = {"device": self.device, "transfer_protocol": "tcp", "dtype": "float32"}
+        # Tests look for each step of a request.
+        defaults["log_level"] = "debug"
         # Tokens do not depend on drafts: all that is tested here is tested with them.
         defaults["speculative_num_steps"] = "1"
         if gateway is not None:

@@ -17,13 +17,20 @@ PROMPT = [7, 3, 9, 200, 41] * 60
 def test_a_killed_prefill_node_costs_its_requests_only_a_retry(start_pair: StartPair, references: References) -> None:
     """sglang 12779, 16903: a dead prefill node failed the decode node's health check, which had to be restarted."""
     cluster, prefill, decode = start_pair()
+    other = cluster.prefill("prefill-1")
+    cluster.wait_ready(prefill=2)
     expected = references["deepseek_v32"].generate(PROMPT, 16)
-    prefill.signal(signal.SIGSTOP)
+    for node in (prefill, other):
+        node.signal(signal.SIGSTOP)
 
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(complete, cluster.url, [Job(PROMPT, 16)])
         wait_until(lambda: decode.metric("requests", state="prefilling") == 1, what="the prefill to be dispatched")
+        [dispatched] = [line for line in decode.log.splitlines() if 'event="prefill dispatched"' in line]
+        if f"node={other.control_address} " in dispatched:
+            prefill, other = other, prefill
         prefill.kill()
+        other.signal(signal.SIGCONT)
         assert decode.get("/health").status_code == 200
         assert decode.get("/ready").status_code == 200
         cluster.restart(prefill)
@@ -33,6 +40,20 @@ def test_a_killed_prefill_node_costs_its_requests_only_a_retry(start_pair: Start
     wait_until(lambda: decode.metric("host_slots", state="quarantined") == 0, what="quarantine to end")
     decode.wait_unused("host_slots")
     assert complete(cluster.url, [Job(PROMPT, 16)]) == [expected]
+
+
+def test_requests_of_the_last_prefill_node_get_503_when_it_dies(start_pair: StartPair) -> None:
+    """Accepted before anybody noticed, they would wait for another node until --request-timeout."""
+    cluster, prefill, decode = start_pair()
+    prefill.signal(signal.SIGSTOP)
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(httpx.post, f"{cluster.url}/v1/completions", json=body, timeout=60)
+        wait_until(lambda: decode.metric("requests", state="prefilling") == 1, what="the prefill to be dispatched")
+        prefill.kill()
+        assert answer.result().status_code == 503
+        assert answer.result().headers["retry-after"]
+        assert "no live prefill node" in answer.result().json()["error"]["message"]
 
 
 def test_a_prefill_node_that_stops_hands_requests_back(start_cluster: StartCluster, references: References) -> None:

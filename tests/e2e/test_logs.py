@@ -13,7 +13,7 @@ from tests.e2e.cluster import Cluster
 from tests.e2e.spawn import fork
 
 GLOG = re.compile(r"WARNING: Logging before InitGoogleLogging\(\) |[IWEF]\d{4} \d\d:\d\d:\d\d\.")
-"""Mooncake's lines, as docs/operations.md says how to tell them: C++ writes them to standard error itself."""
+"""Mooncake's lines, as docs/operations/run.md says how to tell them: C++ writes them to standard error itself."""
 
 
 def test_logs_in_json_are_json_line_by_line(checkpoints: dict[str, Path], tmp_path: Path) -> None:
@@ -35,5 +35,7 @@ def test_logs_in_json_are_json_line_by_line(checkpoints: dict[str, Path], tmp_pa
             lines = [line for line in node.log.splitlines() if not GLOG.match(line)]
             events = [json.loads(line) for line in lines]
             assert {event["process"] for event in events} == {node.name}
+            explained = [event["event"] for event in events if "Mooncake" in event["event"]]
+            assert len(explained) == (node.name != "gateway"), "what Mooncake prints at a node's start is explained"
             said = "longer than the specified maximum" if node.name == "gateway" else "model.unknown.weight"
             assert any(said in line for line in lines)

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from base.errors import StartupError
 from base.metrics import Metrics
 from gateway.admission import Admission, RequestBytes, RequestLimits
+from gateway.client_usage import ClientUsage
 from gateway.config import GatewayConfig
 from gateway.errors import ApiError
 from gateway.keys import ApiKeys
@@ -167,7 +168,9 @@ def test_a_key_file_that_went_bad_leaves_its_keys_in_force(
         ("", 0o600, "expected one key per line, found none"),
         ("\n# only a comment\n", 0o600, "expected one key per line, found none"),
         ("sk-secret\n", 0o644, "anyone on this machine can read it; chmod 600"),
-        ("sk-secret sk-other\n", 0o600, "printable ASCII without spaces"),
+        ("sk-secret sk-other\n", 0o600, "expected KEY on a line, and after it at most name=NAME"),
+        ("sk-secret name=a,b\n", 0o600, "up to 64 letters"),
+        ("sk-secret tokens-per-minute=0\n", 0o600, "1 and more"),
         ("sk-secr\u00e9t\n", 0o600, "printable ASCII without spaces"),
     ],
 )
@@ -257,7 +260,8 @@ def test_bodies_too_large_together_are_refused_until_others_have_gone(fresh: Wor
 
 def test_a_prompt_token_counts_as_an_id_in_json_however_it_came() -> None:
     limits = RequestLimits(max_body_bytes=100, max_concurrent_requests=1, max_total_bytes=100)
-    admission = Admission(FastAPI(), None, limits, held_answers(), Metrics().http_refused)
+    metrics = Metrics()
+    admission = Admission(FastAPI(), None, limits, held_answers(), ClientUsage(metrics), metrics.http_refused)
     hold = RequestBytes(admission)
     hold.body(20)
     hold.prompt(2)

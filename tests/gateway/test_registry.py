@@ -178,3 +178,12 @@ def test_nodes_hear_of_every_rank_of_a_prefill_node_as_soon_as_of_the_node(regis
     assert {node.boot_id for node in ack.prefill_nodes} == {"1a", "5a"}
     assert ack.prefill_ranks == registry.prefill_ranks(1.0) == {"5a": ranks}
     assert registry.count("prefill", 1.0) == 2
+
+
+def test_a_node_that_is_lost_or_found_is_told_once(registry: NodeRegistry) -> None:
+    registry.leave(peer(3))
+    registry.heartbeat(peer(2), beat(), 4.0)
+    assert registry.liveness_changes(4.0) == [(peer(1, "prefill"), False)], "one that leaves is not lost"
+    assert registry.liveness_changes(5.0) == []
+    registry.heartbeat(peer(1, "prefill"), beat(), 6.0)
+    assert registry.liveness_changes(6.0) == [(peer(1, "prefill"), True)]

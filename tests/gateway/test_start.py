@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +143,13 @@ def test_signals_end_the_process_cleanly(checkpoint: Path, number: signal.Signal
     assert process.returncode == 0, rest
     assert "Traceback" not in rest
     assert "gateway stops" in rest
+
+
+def test_metrics_can_have_a_port_of_their_own(start_gateway: Callable[..., RunningGateway]) -> None:
+    """Names of clients and the load are nothing for clients."""
+    gateway = start_gateway(metrics_port=0)
+    own = f"http://127.0.0.1:{gateway.gateway.metrics_port}"
+    assert "hisparse_pd_nodes" in httpx.get(f"{own}/metrics").text
+    assert httpx.get(f"{own}/v1/models").status_code == 404
+    assert httpx.get(f"{gateway.url}/metrics").status_code == 404
+    assert httpx.get(f"{gateway.url}/health").status_code == 200

@@ -27,7 +27,7 @@ class Served:
     def __init__(self, limits: ConnectionLimits) -> None:
         self.metrics = Metrics()
         self.hellos = 0
-        router = status_router(self.metrics, lambda: None, lambda: None)
+        router = status_router(lambda: None)
         router.add_api_route("/huge", lambda: Response(b"x" * HUGE), methods=["GET"])
         router.add_api_route("/hello", self._hello, methods=["POST"])
         listener = bind_http("127.0.0.1", 0)

@@ -8,7 +8,7 @@ from base.errors import StartupError
 from base.metrics import Metrics
 from base.version import VERSION
 from control.codec import PROTOCOL_VERSION
-from service.status import bind_http, status_router
+from service.status import bind_http, metrics_router, status_router
 
 
 @pytest.mark.parametrize("host", ["a..b", "no-such-host.invalid", "ü..b", "a\0b"])
@@ -27,6 +27,7 @@ def test_a_taken_port_is_a_startup_error_that_names_the_flag() -> None:
 
 def test_a_process_says_its_version_and_that_of_its_protocol() -> None:
     app = FastAPI()
-    app.include_router(status_router(Metrics(), lambda: None, lambda: None))
+    app.include_router(status_router(lambda: None))
+    app.include_router(metrics_router(Metrics(), lambda: None))
     with TestClient(app) as client:
         assert client.get("/version").json() == {"version": VERSION, "protocol": PROTOCOL_VERSION}

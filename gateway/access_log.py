@@ -1,0 +1,99 @@
+"""Middleware around all answers of a gateway: their ids, a line in the log for each, and a count of them.
+
+What the log says of the tokens of a request comes from its `Outcome`s when it has ended: a token costs nothing here.
+"""
+
+import re
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+from prometheus_client import Counter
+from starlette.datastructures import Headers
+from starlette.routing import compile_path
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.endpoints import ENDPOINTS
+from gateway.errors import is_anthropic
+from gateway.preparer import PreparedRequest
+from gateway.streaming import CLIENT_LEFT
+
+log = structlog.get_logger(__name__)
+
+OTHER = "other"
+"""The name of all paths that are no endpoint, so that the labels of metrics are bounded."""
+_PROBES = frozenset(endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key)
+_FIXED = frozenset(endpoint.path for endpoint in ENDPOINTS)
+_PATTERNS = tuple((compile_path(path.replace("}", ":path}"))[0], path) for path in sorted(_FIXED) if path.endswith("}"))
+_SANE_ID = re.compile(r"[!-~]{1,128}")
+
+
+@dataclass(slots=True)
+class Access:
+    """What is known of an HTTP request. Whoever learns more of it fills that in: a scope has it as "access"."""
+
+    http_request_id: str
+    client: str | None = None
+    """The name of the client's key."""
+    prepared: PreparedRequest | None = None
+    """What is generated for it."""
+    status: int = CLIENT_LEFT
+    started: float = field(default_factory=time.monotonic)
+
+    def fields(self) -> dict[str, Any]:
+        """What the log says of it, times in seconds. Without a client or prompts there are no fields of these."""
+        said: dict[str, Any] = {"status": self.status, "seconds": round(time.monotonic() - self.started, 4)}
+        if self.client is not None:
+            said["client"] = self.client
+        if self.prepared is None:
+            return said
+        outcomes = [each.outcome for each in self.prepared.tokenized]
+        first_tokens = [outcome.ttft for outcome in outcomes if outcome.ttft is not None]
+        return {
+            **said,
+            "request_id": self.prepared.request_id,
+            "reason": "|".join(dict.fromkeys(outcome.reason for outcome in outcomes)),
+            "nodes": "|".join(dict.fromkeys(node for outcome in outcomes for node in outcome.nodes)),
+            "prompt_tokens": self.prepared.prompt_tokens,
+            "cached_tokens": self.prepared.cached_tokens,
+            "tokens": self.prepared.generated_tokens,
+            "ttft_s": round(min(first_tokens), 4) if first_tokens else None,
+        }
+
+
+class AccessLog:
+    """ASGI middleware, the outermost. answered: counts answers by endpoint and status."""
+
+    def __init__(self, app: ASGIApp, answered: Counter) -> None:
+        self._app = app
+        self._answered = answered
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope).get("x-request-id", "")
+        access = Access(given if _SANE_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}")
+        sent_id = access.http_request_id.encode()
+        names = (b"x-request-id", b"request-id") if is_anthropic(scope["path"]) else (b"x-request-id",)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                access.status = message["status"]
+                own = [(name, sent_id) for name in names]
+                message = {**message, "headers": [*message.get("headers", ()), *own]}
+            await send(message)
+
+        try:
+            await self._app({**scope, "access": access}, receive, send_with_id)
+        finally:
+            endpoint = endpoint_name(scope["path"])
+            self._answered.labels(endpoint, str(access.status)).inc()
+            say = log.debug if endpoint in _PROBES else log.info
+            say("answered", endpoint=endpoint, http_request_id=access.http_request_id, **access.fields())
+
+
+def endpoint_name(path: str) -> str:
+    """The endpoint of a path as `ENDPOINTS` writes it, whatever the method; OTHER if there is none."""
+    if path in _FIXED:
+        return path
+    return next((name for pattern, name in _PATTERNS if pattern.match(path)), OTHER)

@@ -1,0 +1,16 @@
+"""What has become of one answer, for usage and for the access log."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Outcome:
+    """reason: why it ended; nobody sets it when the client cancels. ttft: seconds until its first token."""
+
+    reason: str = "cancelled"
+    tokens: int = 0
+    cached_tokens: int = 0
+    """Of its prompt, those that were not computed for it, as soon as a node has said so."""
+    ttft: float | None = None
+    nodes: list[str] = field(default_factory=list)
+    """Addresses of the decode nodes that were asked for it, in order."""
