@@ -136,6 +136,16 @@ def sizing(config: SizingConfig) -> None:
     typer.echo(report(config))
 
 
+@app.command()
+def check() -> None:
+    """Say what this machine has for the service, what it lacks, and what is used instead. 1: it lacks what it needs."""
+    from cli.check import report
+
+    table, code = report()
+    typer.echo(table)
+    raise typer.Exit(code)
+
+
 @app.command("tiny-model")
 def tiny_model(
     directory: Annotated[Path, typer.Argument(help="Where to write the checkpoint.")],
