@@ -5,7 +5,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -87,11 +87,12 @@ class NodeModel:
         return cls(role, config, place, device, spec, drafts, identify(config.model_path), backend)
 
     @contextmanager
-    def start(self, same: Mapping[str, object]) -> Iterator[StartedNode]:
+    def start(self, same: Mapping[str, object], fit: Callable[[Ranks, int], object]) -> Iterator[StartedNode]:
         """Start, and close at the end, what a node of either role has. Waits for all ranks.
 
-        same: values of this role that all ranks need alike. Raises StartupError for a port that is taken, a checkpoint
-        that cannot be served, or ranks that differ.
+        same: values of this role that all ranks need alike. fit: called with the bytes of the weights before they are
+        read, to raise StartupError if what they leave is too little.
+        Raises StartupError for a port that is taken, a checkpoint that cannot be served, or ranks that differ.
         """
         config = self.config
         with ExitStack() as at_end:
@@ -116,6 +117,7 @@ class NodeModel:
                 kv_cache_dtype=config.kv_cache_dtype,
                 exchange=exchange,
                 drafts=self.drafts > 0,
+                planned_for=partial(fit, ranks),
             )
             transports = Transports(config.data_host, config.transfer_protocol, config.ib_device, ports)
             yield StartedNode(shell, ranks, model, exchange, transports)
