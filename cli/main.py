@@ -1,7 +1,8 @@
 """The command `hisparse-pd`. Commands import what they need when they run, so that --help is fast."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from itertools import pairwise
 from pathlib import Path
@@ -15,8 +16,9 @@ from base.errors import ProcessFailed, StartupError
 from base.version import VERSION
 from cli import quarantine
 from cli.config import ServeConfig, SizingConfig
-from cli.flags import takes_flags
+from cli.flags import configured, takes_flags
 from cli.other_names import OTHER_NAMES
+from cli.reasons import leave, take_place
 from decode_node.config import DecodeConfig
 from gateway.config import GatewayConfig
 from model.families import FamilyName, ShapeName
@@ -34,14 +36,21 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command. Raises StartupError if a value is invalid or a flag is missing."""
-        try:
+        with _refusals():
             return super().invoke(ctx)
-        except typer.BadParameter as error:
-            raise StartupError(_rejection_reason(error)) from error
-        except _UsageError as error:
-            if (name := getattr(error, "option_name", "")) in OTHER_NAMES:
-                raise StartupError(f"{name}: the flag is {OTHER_NAMES[name]}") from error
-            raise
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raises StartupError for what typer refuses, if one line says why."""
+    try:
+        yield
+    except typer.BadParameter as error:
+        raise StartupError(_rejection_reason(error)) from error
+    except _UsageError as error:
+        if (name := getattr(error, "option_name", "")) in OTHER_NAMES:
+            raise StartupError(f"{name}: the flag is {OTHER_NAMES[name]}") from error
+        raise
 
 
 app = typer.Typer(
@@ -123,8 +132,11 @@ def keygen(
 def serve(config: ServeConfig) -> None:
     """Run a gateway with prefill and decode processes on this machine."""
     from cli.serve import plan, serve_until_stopped
+    from cli.serve_checks import check_start
 
-    raise typer.Exit(serve_until_stopped(plan(config)))
+    planned = plan(config)
+    check_start(config)
+    raise typer.Exit(serve_until_stopped(planned))
 
 
 @app.command()
@@ -218,6 +230,16 @@ def tiny_model(
     typer.echo(f"{directory}: {what}")
 
 
+def read_serve_flags(words: Sequence[str]) -> ServeConfig:
+    """The configuration that `serve` would run with. Raises StartupError if it would not."""
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    try:
+        with _refusals():
+            return configured(ServeConfig, command.make_context("serve", list(words)).params)
+    except _UsageError as error:
+        raise StartupError(str(error)) from error
+
+
 def title(words: Sequence[str]) -> str:
     """The command line without its secrets, as the process's title."""
     shown = ["hisparse-pd"]
@@ -233,11 +255,16 @@ def main(args: list[str] | None = None) -> None:
     setproctitle(title(sys.argv[1:] if args is None else args))
     end_on_sigterm_until_served()
     raise_file_limit()
+    take_place()
     try:
         app(args=args)
     except (StartupError, ProcessFailed) as error:
+        leave(str(error))
         typer.echo(f"error: {error}", err=True)
         sys.exit(2 if isinstance(error, StartupError) else 1)
+    except Exception as error:
+        leave(f"{type(error).__name__}: {error}")
+        raise
 
 
 def _run_node(config: PrefillConfig | DecodeConfig) -> None:
@@ -245,6 +272,10 @@ def _run_node(config: PrefillConfig | DecodeConfig) -> None:
     from cli.rank_group import check_hosts, run_rank, run_ranks, runner_of
 
     check_hosts(config)
+    if not config.gateways:
+        raise StartupError(
+            "no --gateway: a node gets its requests from gateways; give HOST:PORT of a gateway's control port"
+        )
     if (place := RankPlace.taken()) is not None:
         run_rank(config, place)
     elif config.ranks > 1:

@@ -98,7 +98,7 @@ class NodeShell(Generic[Event]):
                 cached.report_to(self._cache_reports, self.cache_seed)
 
     def announce(self, transports: Transports, model_type: str, fingerprint: str) -> None:
-        """Log addresses and model, and warn of what is missing or exposed."""
+        """Log addresses and model, and warn of what is exposed."""
         host, port = self._listener.getsockname()[:2]
         log.info(
             "node is up",
@@ -110,8 +110,6 @@ class NodeShell(Generic[Event]):
             model=model_type,
             fingerprint=fingerprint,
         )
-        if not self.gateways.expected:
-            log.warning("no --gateway was given: this node registers nowhere and gets no requests")
         if transports.ports and (addresses := reachable_addresses()):
             log.warning(
                 "whoever reaches the transfer ports can write to this node's KV, without authentication; confine them "

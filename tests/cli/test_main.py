@@ -148,3 +148,8 @@ def test_every_flag_that_is_named_instead_exists() -> None:
     for answer in OTHER_NAMES.values():
         assert all(f"--{flag.removeprefix('no-')}" in names for flag in re.findall(r"--([a-z-]+)", answer))
     assert not names & OTHER_NAMES.keys()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_node_without_a_gateway_does_not_start(refused: Refused, role: str) -> None:
+    assert "--gateway: a node gets its requests from gateways; give HOST:PORT" in refused(role, "--model-path", "/m")

@@ -13,10 +13,16 @@ import pytest
 import typer
 
 from base.errors import StartupError
-from cli import serve
+from cli import serve, serve_checks
 from cli.config import ServeConfig
 from cli.main import app, main
 from cli.serve import Child, ServePlan, devices_for, free_port, processes, serve_until_stopped
+
+
+@pytest.fixture(autouse=True)
+def no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are of models that are not there."""
+    monkeypatch.setattr(serve_checks, "check_start", lambda config: None)
 
 
 def plan(devices: tuple[str, ...] = ("cpu",), **flags: object) -> ServePlan:
