@@ -13,7 +13,7 @@ from benchmarks.swap_in.config import SwapInBench
 from benchmarks.transfer.config import TransferBench
 from cli.flags import takes_flags
 
-app = typer.Typer(help="Measure this project beside what it is built on.", no_args_is_help=True)
+app = typer.Typer(help="Measure this project beside what it is built on.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.command()

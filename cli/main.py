@@ -18,6 +18,7 @@ from cli import quarantine
 from cli.config import ServeConfig, SizingConfig
 from cli.flags import configured, takes_flags
 from cli.other_names import OTHER_NAMES
+from cli.panels import GroupedCommand
 from cli.reasons import leave, take_place
 from decode_node.config import DecodeConfig
 from gateway.config import GatewayConfig
@@ -39,6 +40,12 @@ class Commands(TyperGroup):
         with _refusals():
             return super().invoke(ctx)
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Each command with the first paragraph of its help, of which the default shows the beginning."""
+        commands = [(name, self.commands[name].help or "") for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text.partition("\n\n")[0]) for name, text in commands])
+
 
 @contextmanager
 def _refusals() -> Iterator[None]:
@@ -58,6 +65,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -85,21 +93,21 @@ def about(
     """Prefill/decode disaggregation with direct-to-DRAM KV transfer and HiSparse decoding."""
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @takes_flags
 def prefill(config: PrefillConfig) -> None:
     """Run a prefill node: prompt in, KV out."""
     _run_node(config)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @takes_flags
 def decode(config: DecodeConfig) -> None:
     """Run a decode node: full KV in host memory, hot buffers on the device."""
     _run_node(config)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @takes_flags
 def gateway(config: GatewayConfig) -> None:
     """Run a gateway: the OpenAI HTTP API and the registry of nodes."""
@@ -127,7 +135,7 @@ def keygen(
         typer.echo(f"{secret}: for that node's --key-dir; {directory / 'allowed'}: for everybody's")
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @takes_flags
 def serve(config: ServeConfig) -> None:
     """Run a gateway with prefill and decode processes on this machine."""
@@ -139,7 +147,7 @@ def serve(config: ServeConfig) -> None:
     raise typer.Exit(serve_until_stopped(planned))
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @takes_flags
 def sizing(config: SizingConfig) -> None:
     """Print what a node of several GPUs holds and can at most do, for a published shape. Takes no GPU."""

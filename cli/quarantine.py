@@ -38,7 +38,7 @@ _WRITER: "Columns" = {
 }
 """Columns about the process that may still be writing or reading."""
 
-app = typer.Typer(name="quarantine", no_args_is_help=True)
+app = typer.Typer(name="quarantine", no_args_is_help=True, rich_markup_mode=None)
 
 Url = Annotated[str, typer.Option(help="A decode node's HTTP address.")]
 TokenDir = Annotated[

@@ -17,9 +17,11 @@ from cli.config import ServeConfig
 from cli.flags import declared_flags
 from cli.main import main, title
 from cli.other_names import OTHER_NAMES
+from cli.panels import PANELS, panel_of
 from control.codec import PROTOCOL_VERSION
 from decode_node.config import DecodeConfig
 from gateway.config import GatewayConfig
+from prefill_node.config import PrefillConfig
 
 Refused = Callable[..., str]
 
@@ -121,6 +123,31 @@ def test_a_directory_with_files_is_not_written_over(refused: Refused, tmp_path: 
         main(["tiny-model", str(tmp_path), *shape, "--force"])
     assert ended.value.code == 0
     assert "glm_moe_dsa" in foreign.read_text()
+
+
+COMMANDS = {"serve": ServeConfig, "prefill": PrefillConfig, "decode": DecodeConfig, "gateway": GatewayConfig}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_groups_flags_by_subject_and_cuts_no_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    sections = {section.partition(":\n")[0]: section for section in text.split("\n\n")[2:]}
+    assert set(sections) <= {*PANELS, "Options"}
+    for flag in declared_flags(COMMANDS[command]):
+        found = [panel for panel, section in sections.items() if re.search(rf"^  .*{flag.name}\b(?!-)", section, re.M)]
+        assert panel_of(flag.field.name) in found, flag.name
+        assert panel_of(flag.field.name) in PANELS, "cli/panels.py names its subject"
+
+
+def test_every_field_of_a_panel_is_one() -> None:
+    fields = {flag.field.name for kind in COMMANDS.values() for flag in declared_flags(kind)}
+    assert [name for names in PANELS.values() for name in names.split() if name not in fields] == []
 
 
 def test_h_is_help(capsys: pytest.CaptureFixture[str]) -> None:
