@@ -30,6 +30,7 @@ from decode_node.config import DecodeConfig
 from gateway.config import API_KEYS_VARIABLE, GatewayConfig
 from prefill_node.config import PrefillConfig
 from service.lifecycle import STOP_SIGNALS, Lifecycle
+from transfer.shm import SHM, maps_other_processes
 
 _PR_SET_PDEATHSIG = 1
 _TERMINATE_S = 15.0
@@ -74,6 +75,9 @@ class ServePlan:
     def children(self) -> list[Child]:
         """The processes, the gateway first, on ports that are free now."""
         config, control_port = self.config, free_port()
+        if config.transfer_protocol == "auto" and maps_other_processes():
+            # Engines of the others would listen at every address of the machine, and nothing would use them.
+            config = replace(config, transfer_protocol=SHM.name)
         gateway = {**changed_flags(GatewayConfig, config, without={"api_keys"}), "--port": self.port}
         # Other machines reach the gateway's HTTP port only.
         gateway |= {"--host": config.host, "--control-host": LOOPBACK, "--control-port": control_port}

@@ -21,8 +21,9 @@ from cli.serve import Child, ServePlan, devices_for, free_port, processes, serve
 
 @pytest.fixture(autouse=True)
 def no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are of models that are not there."""
+    """Plans are of models that are not there, and of processes that share no memory."""
     monkeypatch.setattr(serve_checks, "check_start", lambda config: None)
+    monkeypatch.setattr(serve, "maps_other_processes", lambda: False)
 
 
 def plan(devices: tuple[str, ...] = ("cpu",), **flags: object) -> ServePlan:
@@ -49,6 +50,18 @@ def test_a_process_without_keys_does_not_inherit_them(monkeypatch: pytest.Monkey
     monkeypatch.setattr(serve.subprocess, "Popen", Ended)
     with processes([Child("gateway", [], 1, {"HISPARSE_PD_API_KEY": "sk-one"}), Child("decode-0", [], 2)]):
         assert [env.get("HISPARSE_PD_API_KEY") for env in started] == ["sk-one", None]
+
+
+@pytest.mark.parametrize(
+    ("asked", "maps", "given"), [("auto", True, "shm"), ("auto", False, None), ("tcp", True, "tcp")]
+)
+def test_nodes_that_can_share_memory_open_no_engine(
+    monkeypatch: pytest.MonkeyPatch, asked: str, maps: bool, given: str | None
+) -> None:
+    monkeypatch.setattr(serve, "maps_other_processes", lambda: maps)
+    for node in plan(transfer_protocol=asked).children()[1:]:
+        words = dict(zip(node.words, node.words[1:], strict=False))
+        assert words.get("--transfer-protocol") == given
 
 
 def devices(children: list[Child]) -> list[str]:

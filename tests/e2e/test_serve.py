@@ -61,6 +61,15 @@ def test_serve_over_https_with_a_key_that_nobody_else_sees(serve: Serve, tmp_pat
     assert not any(secret.encode() in Path(f"/proc/{member.pid}/environ").read_bytes() for member in family)
 
 
+def test_serve_listens_at_loopback_alone(serve: Serve, references: References) -> None:
+    process, url = serve("--transfer-protocol", "auto")
+    prompt = [1, 2, 3, 4] * 40
+    assert complete(url, [Job(prompt, 8)]) == [references["deepseek_v32"].generate(prompt, 8)]
+    ports = [port for child in children_of(process) for port in child.net_connections("tcp") if port.status == "LISTEN"]
+    assert len(ports) >= 6
+    assert {port.laddr.ip for port in ports} == {"127.0.0.1"}
+
+
 @pytest.mark.slow
 def test_when_one_process_ends_serve_says_which_and_ends_the_others(serve: Serve) -> None:
     process, _ = serve("--prefill-nodes", "2")
