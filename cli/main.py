@@ -116,7 +116,7 @@ def gateway(config: GatewayConfig) -> None:
     run_gateway(config)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 def keygen(
     directory: Annotated[Path, typer.Argument(help="Where to write the keys; made if it is not there.")],
     node: Annotated[
@@ -156,7 +156,7 @@ def sizing(config: SizingConfig) -> None:
     typer.echo(report(config))
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 def check() -> None:
     """Say what this machine has for the service, what it lacks, and what is used instead. 1: it lacks what it needs."""
     from cli.check import report
@@ -166,7 +166,7 @@ def check() -> None:
     raise typer.Exit(code)
 
 
-@app.command("tiny-model")
+@app.command("tiny-model", cls=GroupedCommand)
 def tiny_model(
     directory: Annotated[Path, typer.Argument(help="Where to write the checkpoint.")],
     family: Annotated[FamilyName, typer.Option(help="Model family.")] = "deepseek_v32",
@@ -238,12 +238,40 @@ def tiny_model(
     typer.echo(f"{directory}: {what}")
 
 
+config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(config_app, name="config")
+
+
+@config_app.callback()
+def about_config() -> None:
+    """Configuration files: every command takes --config FILE."""
+
+
+@config_app.command(context_settings={"ignore_unknown_options": True})
+def show(words: Annotated[list[str], typer.Argument(help="A command, such as serve, and its flags.")]) -> None:
+    """Print the flags that a command would run with, as a YAML file, and where each value comes from."""
+    from cli.config_file import in_force
+
+    with _refusals():
+        typer.echo(in_force(_context(words)))
+
+
+def _context(words: Sequence[str]) -> Any:
+    """The context of a command, of which the words are its name and its flags. Raises StartupError for another name."""
+    command: Any = typer.main.get_command(app)
+    while not isinstance(command, GroupedCommand):
+        name, *words = words or [""]
+        if name not in command.commands:
+            raise StartupError(f"{name or 'no command'}: expected a command, one of {', '.join(command.commands)}")
+        command = command.commands[name]
+    return command.make_context(command.name, list(words))
+
+
 def read_serve_flags(words: Sequence[str]) -> ServeConfig:
     """The configuration that `serve` would run with. Raises StartupError if it would not."""
-    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
     try:
         with _refusals():
-            return configured(ServeConfig, command.make_context("serve", list(words)).params)
+            return configured(ServeConfig, _context(["serve", *words]).params)
     except _UsageError as error:
         raise StartupError(str(error)) from error
 

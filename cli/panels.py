@@ -5,6 +5,8 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from cli.config_file import config_option
+
 PANELS: Mapping[str, str] = {
     "Model": """model_path served_model_name context_length load_format quantization dtype kv_cache_dtype
         speculative_num_steps""",
@@ -34,7 +36,10 @@ def panel_of(field: str) -> str:
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help has a section for each subject."""
+    """A command that takes --config, and whose help has a section for each subject."""
+
+    def __init__(self, *args: Any, params: list[Any] | None = None, **options: Any) -> None:
+        super().__init__(*args, params=[*(params or ()), config_option()], **options)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {panel: [] for panel in PANELS}

@@ -183,7 +183,13 @@ def values_of(parameter: Any) -> Iterator[list[str]]:
 
 def shared(command: str) -> Iterator[tuple[list[str], str]]:
     """Flags of `serve` with their values, and those processes of `command` that are to get them."""
-    takers = {parameter.name for parameter in GROUP.commands[command].params} - {"help", "api_keys", "port", "device"}
+    takers = {parameter.name for parameter in GROUP.commands[command].params} - {
+        "help",
+        "config",
+        "api_keys",
+        "port",
+        "device",
+    }
     own = {"host", "insecure"} if command != "gateway" else set()
     for parameter in GROUP.commands["serve"].params:
         if parameter.name in takers - own - {"model_path"}:
