@@ -55,7 +55,7 @@ def run(console: Console, log_path: Path) -> int:
     """Serve the model, ask it about one text after another, print what it says and what that cost."""
     config = ServeConfig(
         model_path=CHECKPOINT,
-        served_model_name=MODEL,
+        served_model_name=(MODEL,),
         port=free_port(),
         chunked_prefill_size=512,
         context_length=CONTEXT_LENGTH,

@@ -167,7 +167,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 def test_a_prompt_that_fits_nowhere_is_answered_with_one_that_does(
     capsys: pytest.CaptureFixture[str], flags: str, refusal: str, longest: int | None
 ) -> None:
-    sizing = ["sizing", "--shape", "glm-5.2", *flags.split(), "--context-length"]
+    sizing = ["sizing", *["--shape", "glm-5.2", "--speculative-num-steps", "0"], *flags.split(), "--context-length"]
     with pytest.raises(SystemExit) as ended:
         main([*sizing, "1048576"])
     said = capsys.readouterr().err
