@@ -1,8 +1,7 @@
 """The command `hisparse-pd`. Commands import what they need when they run, so that --help is fast."""
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from itertools import pairwise
 from pathlib import Path
@@ -14,12 +13,12 @@ from typer.core import TyperGroup
 
 from base.errors import ProcessFailed, StartupError
 from base.version import VERSION
-from cli import quarantine
+from cli import config_show, quarantine
 from cli.config import ServeConfig, SizingConfig
-from cli.flags import configured, takes_flags
-from cli.other_names import OTHER_NAMES
+from cli.flags import takes_flags
 from cli.panels import GroupedCommand
 from cli.reasons import leave, take_place
+from cli.refusals import refusals
 from decode_node.config import DecodeConfig
 from gateway.config import GatewayConfig
 from model.families import FamilyName, ShapeName
@@ -28,8 +27,6 @@ from ranks.place import RankPlace
 from service.lifecycle import end_on_sigterm_until_served, raise_file_limit
 
 _SECRET_FLAGS = ("--api-key",)
-_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-"""Of which a flag that is unknown is one, too."""
 
 
 class Commands(TyperGroup):
@@ -37,7 +34,7 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command. Raises StartupError if a value is invalid or a flag is missing."""
-        with _refusals():
+        with refusals():
             return super().invoke(ctx)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -45,19 +42,6 @@ class Commands(TyperGroup):
         commands = [(name, self.commands[name].help or "") for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl([(name, text.partition("\n\n")[0]) for name, text in commands])
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Raises StartupError for what typer refuses, if one line says why."""
-    try:
-        yield
-    except typer.BadParameter as error:
-        raise StartupError(_rejection_reason(error)) from error
-    except _UsageError as error:
-        if (name := getattr(error, "option_name", "")) in OTHER_NAMES:
-            raise StartupError(f"{name}: the flag is {OTHER_NAMES[name]}") from error
-        raise
 
 
 app = typer.Typer(
@@ -70,6 +54,7 @@ app = typer.Typer(
 )
 
 app.add_typer(quarantine.app)
+app.add_typer(config_show.app)
 for command in entry_points(group="hisparse_pd.commands"):
     # `bench`: benchmarks use the whole product, which does not know them.
     app.add_typer(command.load(), name=command.name)
@@ -238,44 +223,6 @@ def tiny_model(
     typer.echo(f"{directory}: {what}")
 
 
-config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(config_app, name="config")
-
-
-@config_app.callback()
-def about_config() -> None:
-    """Configuration files: every command takes --config FILE."""
-
-
-@config_app.command(context_settings={"ignore_unknown_options": True})
-def show(words: Annotated[list[str], typer.Argument(help="A command, such as serve, and its flags.")]) -> None:
-    """Print the flags that a command would run with, as a YAML file, and where each value comes from."""
-    from cli.config_file import in_force
-
-    with _refusals():
-        typer.echo(in_force(_context(words)))
-
-
-def _context(words: Sequence[str]) -> Any:
-    """The context of a command, of which the words are its name and its flags. Raises StartupError for another name."""
-    command: Any = typer.main.get_command(app)
-    while not isinstance(command, GroupedCommand):
-        name, *words = words or [""]
-        if name not in command.commands:
-            raise StartupError(f"{name or 'no command'}: expected a command, one of {', '.join(command.commands)}")
-        command = command.commands[name]
-    return command.make_context(command.name, list(words))
-
-
-def read_serve_flags(words: Sequence[str]) -> ServeConfig:
-    """The configuration that `serve` would run with. Raises StartupError if it would not."""
-    try:
-        with _refusals():
-            return configured(ServeConfig, _context(["serve", *words]).params)
-    except _UsageError as error:
-        raise StartupError(str(error)) from error
-
-
 def title(words: Sequence[str]) -> str:
     """The command line without its secrets, as the process's title."""
     shown = ["hisparse-pd"]
@@ -318,18 +265,6 @@ def _run_node(config: PrefillConfig | DecodeConfig) -> None:
         raise typer.Exit(run_ranks(config))
     else:
         runner_of(config)(config)
-
-
-def _rejection_reason(error: typer.BadParameter) -> str:
-    """The flag, its value, and why that is invalid."""
-    from pydantic import ValidationError
-
-    reason = error.__cause__
-    if error.param is None or not isinstance(reason, ValidationError):
-        return error.format_message()
-    first = reason.errors()[0]
-    message = first["msg"].removeprefix("Value error, ")
-    return f"{error.param.opts[0]} {first['input']}: {message[0].lower()}{message[1:]}"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from base.errors import StartupError
 from benchmarks.passkey import CHECKPOINT, CONTEXT_LENGTH
 from benchmarks.serving.client import Endpoint, error_message
 from benchmarks.serving.config import ServingBench
-from cli.main import read_serve_flags
+from cli.config_show import read_serve_flags
 from cli.serve import Child, free_port, is_ready, processes
 from cli.serve_checks import check_start
 

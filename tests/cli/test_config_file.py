@@ -7,7 +7,8 @@ import pytest
 import typer
 import yaml
 
-from cli.main import app, main, read_serve_flags
+from cli.config_show import read_serve_flags
+from cli.main import app, main
 from cli.panels import GroupedCommand
 
 FILE = """
