@@ -11,13 +11,13 @@ DEFAULT_FRACTION = {"cpu": 0.1, "cuda": 0.8}
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
-def pool_bytes(device: torch.device, fraction: float | None) -> int:
-    """Bytes for pools on the device: that fraction of what is free now.
+def pool_bytes(device: torch.device, fraction: float | None, to_load: int = 0) -> int:
+    """Bytes for pools on the device: that fraction of what is free now, less `to_load` bytes of weights to come.
 
     By default 0.8 on CUDA, and 0.1 on a CPU, where the "device" pools share memory with the host pool.
     """
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_host_bytes()
-    return int(free * (fraction or DEFAULT_FRACTION[device.type]))
+    return int(max(0, free - to_load) * (fraction or DEFAULT_FRACTION[device.type]))
 
 
 def device_split(device: torch.device, fraction: float | None) -> str | None:

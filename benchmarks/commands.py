@@ -12,11 +12,12 @@ from benchmarks.serving.config import ServingBench
 from benchmarks.swap_in.config import SwapInBench
 from benchmarks.transfer.config import TransferBench
 from cli.flags import takes_flags
+from cli.panels import GroupedCommand
 
-app = typer.Typer(help="Measure this project beside what it is built on.", no_args_is_help=True)
+app = typer.Typer(help="Measure this project beside what it is built on.", no_args_is_help=True, rich_markup_mode=None)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @takes_flags
 def transfer(config: TransferBench) -> None:
     """Send prompts' KV from one process to another, in this project's way and in others.
@@ -31,7 +32,7 @@ def transfer(config: TransferBench) -> None:
         run_transfer_bench(config)
 
 
-@app.command("swap-in")
+@app.command("swap-in", cls=GroupedCommand)
 @takes_flags
 def swap_in(config: SwapInBench) -> None:
     """Time the CUDA swap-in kernel by batch and misses, in graph replays and as single launches."""
@@ -40,7 +41,7 @@ def swap_in(config: SwapInBench) -> None:
     run_swap_in_bench(config)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @takes_flags
 def decode(config: DecodeBench) -> None:
     """Time a decode step of a published shape with random weights, part by part, beside what the hardware takes."""
@@ -49,7 +50,7 @@ def decode(config: DecodeBench) -> None:
     run_decode_bench(config)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @takes_flags
 def prefill(config: PrefillBench) -> None:
     """Time a chunk of a prompt of a published shape with random weights, as `bench decode` times a step."""
@@ -58,7 +59,7 @@ def prefill(config: PrefillBench) -> None:
     run_prefill_bench(config)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @takes_flags
 def serving(config: ServingBench) -> None:
     """Put load on a service: this one, started here, or any that speaks OpenAI's completions API."""

@@ -1,12 +1,14 @@
 """What reports of a step or a chunk, part by part beside limits, have in common: a table, JSON, a figure."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from benchmarks.decode.workload import ModelFlags
@@ -14,7 +16,10 @@ from benchmarks.machine import this_machine
 from benchmarks.plotting import new_figure
 from model.roofline import StepPart
 
+Result = TypeVar("Result")
+
 GIB = 2**30
+_WIDE = 10_000
 LIMIT = "limit: the larger of bytes at 4.8 TB/s and operations at 800 TFLOP/s (1600 in fp8), part by part"
 
 
@@ -24,6 +29,21 @@ def table(title: str, *headings: str) -> Table:
     for heading in headings:
         made.add_column(heading, justify="right", no_wrap=True)
     return made
+
+
+def print_columns(console: Console, results: Sequence[Result], made: Callable[[Sequence[Result]], Table]) -> None:
+    """Tables with a column for each result, as many as the console has room for: it would cut the last ones short.
+
+    made: the table of some results.
+    """
+    wide = console.options.update(width=_WIDE)
+
+    def fits(count: int) -> bool:
+        return Measurement.get(console, wide, made(results[:count])).maximum <= console.width
+
+    count = next((count for count in range(len(results), 1, -1) if fits(count)), 1)
+    for first in range(0, len(results), count):
+        console.print(made(results[first : first + count]), "")
 
 
 def what_was_computed(config: ModelFlags, weight_bytes: int) -> str:

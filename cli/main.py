@@ -13,10 +13,12 @@ from typer.core import TyperGroup
 
 from base.errors import ProcessFailed, StartupError
 from base.version import VERSION
-from cli import quarantine
+from cli import config_show, quarantine
 from cli.config import ServeConfig, SizingConfig
 from cli.flags import takes_flags
-from cli.other_names import OTHER_NAMES
+from cli.panels import GroupedCommand
+from cli.reasons import leave, take_place
+from cli.refusals import refusals
 from decode_node.config import DecodeConfig
 from gateway.config import GatewayConfig
 from model.families import FamilyName, ShapeName
@@ -25,8 +27,6 @@ from ranks.place import RankPlace
 from service.lifecycle import end_on_sigterm_until_served, raise_file_limit
 
 _SECRET_FLAGS = ("--api-key",)
-_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-"""Of which a flag that is unknown is one, too."""
 
 
 class Commands(TyperGroup):
@@ -34,14 +34,14 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command. Raises StartupError if a value is invalid or a flag is missing."""
-        try:
+        with refusals():
             return super().invoke(ctx)
-        except typer.BadParameter as error:
-            raise StartupError(_rejection_reason(error)) from error
-        except _UsageError as error:
-            if (name := getattr(error, "option_name", "")) in OTHER_NAMES:
-                raise StartupError(f"{name}: the flag is {OTHER_NAMES[name]}") from error
-            raise
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Each command with the first paragraph of its help, of which the default shows the beginning."""
+        commands = [(name, self.commands[name].help or "") for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text.partition("\n\n")[0]) for name, text in commands])
 
 
 app = typer.Typer(
@@ -49,10 +49,12 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 app.add_typer(quarantine.app)
+app.add_typer(config_show.app)
 for command in entry_points(group="hisparse_pd.commands"):
     # `bench`: benchmarks use the whole product, which does not know them.
     app.add_typer(command.load(), name=command.name)
@@ -76,21 +78,21 @@ def about(
     """Prefill/decode disaggregation with direct-to-DRAM KV transfer and HiSparse decoding."""
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @takes_flags
 def prefill(config: PrefillConfig) -> None:
     """Run a prefill node: prompt in, KV out."""
     _run_node(config)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @takes_flags
 def decode(config: DecodeConfig) -> None:
     """Run a decode node: full KV in host memory, hot buffers on the device."""
     _run_node(config)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @takes_flags
 def gateway(config: GatewayConfig) -> None:
     """Run a gateway: the OpenAI HTTP API and the registry of nodes."""
@@ -99,7 +101,7 @@ def gateway(config: GatewayConfig) -> None:
     run_gateway(config)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 def keygen(
     directory: Annotated[Path, typer.Argument(help="Where to write the keys; made if it is not there.")],
     node: Annotated[
@@ -118,16 +120,19 @@ def keygen(
         typer.echo(f"{secret}: for that node's --key-dir; {directory / 'allowed'}: for everybody's")
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @takes_flags
 def serve(config: ServeConfig) -> None:
     """Run a gateway with prefill and decode processes on this machine."""
     from cli.serve import plan, serve_until_stopped
+    from cli.serve_checks import check_start
 
-    raise typer.Exit(serve_until_stopped(plan(config)))
+    planned = plan(config)
+    check_start(config)
+    raise typer.Exit(serve_until_stopped(planned))
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @takes_flags
 def sizing(config: SizingConfig) -> None:
     """Print what a node of several GPUs holds and can at most do, for a published shape. Takes no GPU."""
@@ -136,7 +141,17 @@ def sizing(config: SizingConfig) -> None:
     typer.echo(report(config))
 
 
-@app.command("tiny-model")
+@app.command(cls=GroupedCommand)
+def check() -> None:
+    """Say what this machine has for the service, what it lacks, and what is used instead. 1: it lacks what it needs."""
+    from cli.check import report
+
+    table, code = report()
+    typer.echo(table)
+    raise typer.Exit(code)
+
+
+@app.command("tiny-model", cls=GroupedCommand)
 def tiny_model(
     directory: Annotated[Path, typer.Argument(help="Where to write the checkpoint.")],
     family: Annotated[FamilyName, typer.Option(help="Model family.")] = "deepseek_v32",
@@ -223,11 +238,16 @@ def main(args: list[str] | None = None) -> None:
     setproctitle(title(sys.argv[1:] if args is None else args))
     end_on_sigterm_until_served()
     raise_file_limit()
+    take_place()
     try:
         app(args=args)
     except (StartupError, ProcessFailed) as error:
+        leave(str(error))
         typer.echo(f"error: {error}", err=True)
         sys.exit(2 if isinstance(error, StartupError) else 1)
+    except Exception as error:
+        leave(f"{type(error).__name__}: {error}")
+        raise
 
 
 def _run_node(config: PrefillConfig | DecodeConfig) -> None:
@@ -235,24 +255,16 @@ def _run_node(config: PrefillConfig | DecodeConfig) -> None:
     from cli.rank_group import check_hosts, run_rank, run_ranks, runner_of
 
     check_hosts(config)
+    if not config.gateways:
+        raise StartupError(
+            "no --gateway: a node gets its requests from gateways; give HOST:PORT of a gateway's control port"
+        )
     if (place := RankPlace.taken()) is not None:
         run_rank(config, place)
     elif config.ranks > 1:
         raise typer.Exit(run_ranks(config))
     else:
         runner_of(config)(config)
-
-
-def _rejection_reason(error: typer.BadParameter) -> str:
-    """The flag, its value, and why that is invalid."""
-    from pydantic import ValidationError
-
-    reason = error.__cause__
-    if error.param is None or not isinstance(reason, ValidationError):
-        return error.format_message()
-    first = reason.errors()[0]
-    message = first["msg"].removeprefix("Value error, ")
-    return f"{error.param.opts[0]} {first['input']}: {message[0].lower()}{message[1:]}"
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from base.errors import StartupError
+from cli.panels import GroupedCommand
 
 if TYPE_CHECKING:
     import httpx
@@ -38,7 +39,7 @@ _WRITER: "Columns" = {
 }
 """Columns about the process that may still be writing or reading."""
 
-app = typer.Typer(name="quarantine", no_args_is_help=True)
+app = typer.Typer(name="quarantine", no_args_is_help=True, rich_markup_mode=None)
 
 Url = Annotated[str, typer.Option(help="A decode node's HTTP address.")]
 TokenDir = Annotated[
@@ -52,7 +53,7 @@ def about() -> None:
     """List, and give up on, slots that a prefill node may still be writing to."""
 
 
-@app.command("list")
+@app.command("list", cls=GroupedCommand)
 def list_reservations(url: Url = "http://127.0.0.1:8020", key_dir: TokenDir = None) -> None:
     """Show a decode node's quarantined reservations."""
     from decode_node.quarantine import QuarantineList
@@ -64,7 +65,7 @@ def list_reservations(url: Url = "http://127.0.0.1:8020", key_dir: TokenDir = No
         typer.echo("nothing is in quarantine")
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 def evict(
     boot_id: Annotated[str, typer.Argument(help="Boot id of the prefill process, as `quarantine list` shows it.")],
     url: Url = "http://127.0.0.1:8020",

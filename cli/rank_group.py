@@ -14,6 +14,7 @@ import typer
 
 from base.errors import ProcessFailed, StartupError
 from cli.flags import changed_flags
+from cli.reasons import leave
 from cli.serve import RANK_PORTS, Child, arguments, processes, terminate
 from control.messages import ADDRESS_PATTERN
 from decode_node.config import DecodeConfig
@@ -163,6 +164,7 @@ def supervise(
             reason, code = f"{late} did not end when the others did or were told to", 1
         terminate(list(started.values()), _LAST_WORDS_S)
     if reason:
+        leave(reason)
         print(f"error: {reason}; all ranks were stopped", file=sys.stderr, flush=True)
     return code
 

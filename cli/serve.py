@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -25,15 +25,17 @@ from base.errors import StartupError
 from base.phase import Phase
 from cli.config import ServeConfig
 from cli.flags import Flags, changed_flags
+from cli.reasons import Reason
 from decode_node.config import DecodeConfig
 from gateway.config import API_KEYS_VARIABLE, GatewayConfig
 from prefill_node.config import PrefillConfig
 from service.lifecycle import STOP_SIGNALS, Lifecycle
+from transfer.shm import SHM, maps_other_processes
 
 _PR_SET_PDEATHSIG = 1
 _TERMINATE_S = 15.0
 _POLL_S = 0.1
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _PORTS = range(20000, 32000)
 RANK_PORTS = 2
 """From a rank's port to that of the next one: HTTP and control ports usually are neighbours."""
@@ -67,15 +69,18 @@ class ServePlan:
     @property
     def url(self) -> str:
         """The gateway's address on this machine."""
-        host = _LOOPBACK if self.config.host in ("0.0.0.0", "::") else self.config.host
+        host = LOOPBACK if self.config.host in ("0.0.0.0", "::") else self.config.host
         return f"{'https' if self.config.ssl_certfile else 'http'}://{host}:{self.port}"
 
     def children(self) -> list[Child]:
         """The processes, the gateway first, on ports that are free now."""
         config, control_port = self.config, free_port()
+        if config.transfer_protocol == "auto" and maps_other_processes():
+            # Engines of the others would listen at every address of the machine, and nothing would use them.
+            config = replace(config, transfer_protocol=SHM.name)
         gateway = {**changed_flags(GatewayConfig, config, without={"api_keys"}), "--port": self.port}
         # Other machines reach the gateway's HTTP port only.
-        gateway |= {"--host": config.host, "--control-host": _LOOPBACK, "--control-port": control_port}
+        gateway |= {"--host": config.host, "--control-host": LOOPBACK, "--control-port": control_port}
         # In the environment of this process alone: anyone can see a command line.
         keys = {API_KEYS_VARIABLE: " ".join(config.api_keys)} if config.api_keys else {}
         children = [Child("gateway", ["gateway", *arguments(gateway)], self.port, keys)]
@@ -89,7 +94,7 @@ class ServePlan:
             # A node of several ranks has the GPUs from its device on.
             device, *_ = itertools.islice(devices, ranks)
             port = free_port(ranks)
-            own = {"--gateway": f"{_LOOPBACK}:{control_port}", "--port": port, "--control-port": 0, "--device": device}
+            own = {"--gateway": f"{LOOPBACK}:{control_port}", "--port": port, "--control-port": 0, "--device": device}
             if ranks > 1:
                 own["--ranks"] = ranks
             children.append(Child(f"{role}-{number}", [role, *arguments({**flags, **own})], port))
@@ -146,7 +151,8 @@ def serve_until_stopped(plan: ServePlan) -> int:
     """Run the plan until SIGTERM or SIGINT (returns 0), or until a process ends (returns its exit code, at least 1).
 
     On SIGTERM the gateway drains while the nodes serve on. On SIGINT everything ends at once. The process that ended is
-    named last, after the output of the others. Raises StartupError if another process has the gateway's port.
+    named last, with its reason, after the output of the others. Raises StartupError if another process has the
+    gateway's port.
     """
     _check_is_free(plan.config.host, plan.port)
     lifecycle = Lifecycle(plan.config.drain_timeout)
@@ -160,7 +166,9 @@ def serve_until_stopped(plan: ServePlan) -> int:
         signal.signal(number, on_signal)
     announced = False
     ended: tuple[str, int] | None = None
-    with processes(plan.children()) as children:
+    planned = plan.children()
+    reasons = {child.name: Reason() for child in planned}
+    with processes([_reporting(child, reasons[child.name]) for child in planned]) as children:
         while not ended and not woken.wait(_POLL_S):
             polled = ((name, child.poll()) for name, child in children.items())
             ended = next(((name, code) for name, code in polled if code is not None), None)
@@ -175,8 +183,14 @@ def serve_until_stopped(plan: ServePlan) -> int:
     if ended is None:
         return 0
     name, code = ended
-    print(f"error: {name} ended with code {code}; the others were stopped", file=sys.stderr)
+    why = f": {reason}" if (reason := reasons[name].read()) else f" ended with code {code}"
+    print(f"error: {name}{why}; the others were stopped", file=sys.stderr)
     return code if code > 0 else 1
+
+
+def _reporting(child: Child, reason: Reason) -> Child:
+    """The process, which leaves there why it ends."""
+    return replace(child, secrets={**child.secrets, **reason.variables}, descriptors=(*child.descriptors, reason.fd))
 
 
 @contextlib.contextmanager
@@ -247,7 +261,7 @@ def _claim(port: int) -> socket.socket | None:
     claim = socket.socket(socket.AF_UNIX)
     with socket.socket() as probe, contextlib.suppress(OSError):
         claim.bind(f"\0hisparse-pd/port/{port}")  # only one process can have a name
-        probe.bind((_LOOPBACK, port))
+        probe.bind((LOOPBACK, port))
         return claim
     claim.close()
     return None

@@ -8,12 +8,13 @@ no checkpoint are needed.
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
+from textwrap import fill, indent
 
 import torch
 from transformers import AutoConfig
 
 from base.block_hashes import BLOCK_TOKENS
-from base.errors import StartupError
+from base.errors import ProcessFailed, StartupError
 from cli.config import SizingConfig
 from hisparse.config import HiSparseConfig
 from hisparse.sizing import GIB, Sizes, plan_sizes
@@ -26,6 +27,7 @@ from service.config import drafts_of
 _PAGE = 64
 _PLENTY_GIB = 2.0**20
 _MOST_RUNNING = 4096
+_COLUMNS = 80
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,9 @@ class NodeSizing:
         free = (self.config.host_gib - self.config.reserved_gib) * GIB
         return int(free / (1 + BLOCK_BYTES / BLOCK_TOKENS / self.token_bytes) / GIB)
 
-    def sizes(self, running: int, pool_gib: float) -> Sizes:
-        """A rank's pools for `running` requests. Raises StartupError if not one fits."""
+    def sizes(self, running: int, pool_gib: float, context_length: int | None = None) -> Sizes:
+        """A rank's pools for `running` requests, of full length unless it is given. Raises StartupError if not one
+        fits."""
         config = HiSparseConfig(
             self.buffer_size, self.model.spec.index_topk, host_to_device_ratio=None, host_pool_gib=pool_gib
         )
@@ -100,42 +103,56 @@ class NodeSizing:
             config,
             self.model.spec.kv_layout,
             max_running_requests=running,
-            context_length=self.config.context_length,
+            context_length=context_length or self.config.context_length,
             index_page_size=_PAGE,
             available_host_bytes=int(2 * _PLENTY_GIB * GIB),
             available_device_bytes=self.pool_bytes,
             has_prefix_cache=True,
         )
 
+    @property
+    def host_tokens(self) -> int:
+        """That the host pool of a rank has room for."""
+        return int(self.host_pool_gib * GIB / self.ranks_per_host) // self.token_bytes
+
     @cached_property
     def held(self) -> int:
         """Requests of full length that the host pool has room for."""
-        return int(self.host_pool_gib * GIB / self.ranks_per_host) // self.token_bytes // self.config.context_length
+        return self.host_tokens // self.config.context_length
 
     @cached_property
     def fitting(self) -> int:
         """Requests of full length whose hot buffers, index keys and tables device memory has room for."""
-        available = self.pool_bytes
-
-        def fits(running: int) -> bool:
-            try:
-                sizes = self.sizes(running, _PLENTY_GIB)
-            except StartupError:
-                return False
-            return sizes.num_device_slots == sizes.asked_device_slots and sizes.device_bytes <= available
-
         # More requests take more bytes, so this is the first number that does not fit.
-        return bisect_left(range(1, _MOST_RUNNING), True, key=lambda running: not fits(running))
+        return bisect_left(range(1, _MOST_RUNNING), True, key=lambda running: not self._fits(running))
+
+    def _fits(self, running: int, context_length: int | None = None) -> bool:
+        try:
+            sizes = self.sizes(running, _PLENTY_GIB, context_length)
+        except StartupError:
+            return False
+        return sizes.num_device_slots == sizes.asked_device_slots and sizes.device_bytes <= self.pool_bytes
 
     @property
     def running(self) -> int:
-        """Requests that run at a time. Raises StartupError if there is room for none."""
-        if not (running := min(self.held, self.fitting)):
-            raise StartupError(
-                f"sizing: no request of {self.config.context_length} tokens fits: host memory of a rank holds "
-                f"{self.held}, device memory {self.fitting}"
-            )
-        return running
+        """Requests that run at a time."""
+        return min(self.held, self.fitting)
+
+    def check(self) -> None:
+        """Raises ProcessFailed if no request of full length fits both kinds of node, with the longest that does."""
+        c = self.config
+        if self.running and self.prefill_tokens >= c.context_length:
+            return
+        lengths = range(c.context_length + 1)
+        on_device = bisect_left(lengths, True, lo=1, key=lambda tokens: not self._fits(1, tokens)) - 1
+        longest = min(self.prefill_tokens, self.host_tokens, on_device) // _PAGE * _PAGE
+        raise ProcessFailed(
+            f"sizing: no prompt of {c.context_length:,} tokens fits: a prefill node holds {self.prefill_tokens:,}, a "
+            f"rank of a decode node {self.host_tokens:,} in host memory and {on_device:,} on the device; "
+            + (f"--context-length {longest} fits" if longest else "no other length does")
+            + ", or give more --ranks"
+            + (", or --kv-cache-dtype fp8_e4m3" if c.kv_cache_dtype != "fp8_e4m3" else "")
+        )
 
     @cached_property
     def step(self) -> Works:
@@ -181,7 +198,7 @@ class NodeSizing:
 
 
 def rows(config: SizingConfig) -> list[Row]:
-    """All figures of such a node. Raises StartupError if there is none."""
+    """All figures of such a node. Raises StartupError if there is none, and ProcessFailed as `NodeSizing.check`."""
     if config.ranks % config.nnodes:
         raise StartupError(f"--ranks {config.ranks} with --nnodes {config.nnodes}: each host has as many as the others")
     if config.host_gib <= config.reserved_gib:
@@ -189,6 +206,7 @@ def rows(config: SizingConfig) -> list[Row]:
             f"--host-gib {config.host_gib:g} with --reserved-gib {config.reserved_gib:g}: nothing is left"
         )
     x, c = NodeSizing(config), config
+    x.check()
     layout, tokens, per_host = x.model.spec.kv_layout, c.context_length, x.ranks_per_host
     sizes = x.sizes(x.running, x.host_pool_gib / per_host)
     pool, context, request = gib(x.pool_bytes), gib(tokens * x.token_bytes), gib(sizes.device_bytes / x.running)
@@ -229,25 +247,44 @@ network of a prefill node for that | {rate:,.0f} x {x.token_bytes:,} B | {rate *
     return [Row(*line.split(" | ")) for line in table.splitlines()]
 
 
-def command(config: SizingConfig) -> str:
-    """The decode node's command line."""
-    x = NodeSizing(config)
-    drafts = "" if (steps := config.speculative_num_steps) == "auto" else f" --speculative-num-steps {steps}"
-    hosts = f" --nnodes {config.nnodes} --node-rank K --dist-init-addr HOST:PORT" if config.nnodes > 1 else ""
-    return (
-        f"hisparse-pd decode --ranks {config.ranks}{hosts} --device cuda --context-length {config.context_length} \\\n"
-        f"    --kv-cache-dtype {config.kv_cache_dtype}{drafts} --max-running-requests {x.running} \\\n"
-        f'    --hisparse-config \'{{"device_buffer_size": {x.buffer_size}, "host_pool_gib": {x.host_pool_gib}}}\' ...'
-    )
+def commands(config: SizingConfig) -> list[str]:
+    """The command lines of gateway, prefill and decode node. Words in capitals are the reader's to replace."""
+    x, c = NodeSizing(config), config
+    of_all = f"--model-path MODEL --key-dir KEYS --context-length {c.context_length}"
+    drafts = "" if c.speculative_num_steps == "auto" else f" --speculative-num-steps {c.speculative_num_steps}"
+    hosts = f" --nnodes {c.nnodes} --node-rank K --dist-init-addr HOST0:PORT" if c.nnodes > 1 else ""
+    of_nodes = f"--gateway GATEWAY:8001 --device cuda --ranks {c.ranks}{hosts} --kv-cache-dtype {c.kv_cache_dtype}"
+    of_nodes += f" --mem-fraction-static {c.mem_fraction_static:g} --chunked-prefill-size {c.chunked_prefill_size}"
+    tiers = f'{{"device_buffer_size": {x.buffer_size}, "host_pool_gib": {x.host_pool_gib}}}'
+    return [
+        _wrapped(f"hisparse-pd gateway {of_all} --host GATEWAY --api-key-file API_KEYS"),
+        _wrapped(f"hisparse-pd prefill {of_all} --host PREFILL {of_nodes}{drafts}"),
+        _wrapped(
+            f"hisparse-pd decode {of_all} --host DECODE {of_nodes}{drafts} --max-running-requests {x.running}",
+            f"--hisparse-config '{tiers}'",
+        ),
+    ]
+
+
+def _wrapped(words: str, last: str = "") -> str:
+    """A command of several lines for a shell. Flags stay with their values."""
+    flags = words.replace(" --", "\n--").splitlines() + [last] * bool(last)
+    lines = [flags[0]]
+    for flag in flags[1:]:
+        if len(lines[-1]) + len(flag) + len("  \\") <= _COLUMNS:
+            lines[-1] += f" {flag}"
+        else:
+            lines.append(f"    {flag}")
+    return " \\\n".join(lines)
 
 
 def report(config: SizingConfig) -> str:
-    """Everything, for a terminal."""
-    figures = rows(config)
-    width = max(len(row.what) for row in figures)
-    value = max(len(row.value) for row in figures)
-    lines = [f"{row.what:<{width}}  {row.value:>{value}}  {row.how}" for row in figures]
-    return "\n".join([command(config), "", *lines])
+    """Everything, for a terminal of 80 columns."""
+    lines = [
+        f"{row.what}{row.value:>{_COLUMNS - len(row.what)}}\n{indent(fill(row.how, _COLUMNS - 4), '    ')}"
+        for row in rows(config)
+    ]
+    return "\n".join([*commands(config), "", *lines])
 
 
 def gib(num_bytes: float) -> str:

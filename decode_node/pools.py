@@ -19,59 +19,76 @@ from kvcache.paged_pool import PagedKVPool
 from model.config import ModelSpec
 from model.sparse_model import SparseModel
 from ranks.group import Ranks
+from service.context import fit_context
 from transfer.memory import SharedMemory
 from transfer.transports import Transports
 
 log = structlog.get_logger(__name__)
 
 
-def plan_pools(
-    config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec, ranks: Ranks, max_drafts: int = 0
-) -> Sizes:
-    """Size the tiers and log the sizes. Ranks divide the memory of their host, before any has taken some for pools.
+def fit_pools(
+    config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec, max_drafts: int, ranks: Ranks, to_load: int = 0
+) -> tuple[ModelSpec, Sizes]:
+    """The sizes of the tiers, and the specification with the context that they hold, the same in all ranks.
 
-    Raises StartupError if the pools do not fit, those of the host's other ranks included.
+    Ranks divide the memory of their host, before any has taken some for pools. to_load: bytes of weights that the
+    device is yet to get. Raises StartupError if the pools do not fit, those of the host's other ranks included.
     """
     ranks.share(None)
-    sharing, device = ranks.per_host, ranks.device
+    sharing, on_cpu = ranks.per_host, ranks.device.type == "cpu"
     if hisparse.host_pool_gib is not None:
         hisparse = replace(hisparse, host_pool_gib=hisparse.host_pool_gib / sharing)
-    if split := device_split(device, config.mem_fraction_static):
-        log.info("sized", what=split)
-    for_pools = pool_bytes(device, config.mem_fraction_static) // (sharing if device.type == "cpu" else 1)
-    host_bytes = available_host_bytes()
-    for_local_prefill = _local_prefill_tokens(config, spec) * spec.kv_layout.token_bytes
-    if for_local_prefill > for_pools:
-        raise StartupError(
-            f"--allow-local-prefill takes {human(for_local_prefill)} of device memory for one full context, but pools "
-            f"may take {human(for_pools)}; lower --context-length, raise --mem-fraction-static or leave it out"
+    of_host = to_load * sharing if on_cpu else 0
+    for_pools = pool_bytes(ranks.device, config.mem_fraction_static, of_host if on_cpu else to_load)
+    own = [for_pools // (sharing if on_cpu else 1), available_host_bytes() - of_host]
+    device_bytes, host_bytes = (min(each) for each in zip(*ranks.share(own), strict=True))
+
+    def plan(spec: ModelSpec) -> Sizes:
+        for_local_prefill = _local_prefill_tokens(config, spec) * spec.kv_layout.token_bytes
+        if for_local_prefill > device_bytes:
+            raise StartupError(
+                f"--allow-local-prefill takes {human(for_local_prefill)} of device memory for one full context, but "
+                f"pools may take {human(device_bytes)}; lower --context-length, raise --mem-fraction-static or leave "
+                "it out"
+            )
+        return plan_sizes(
+            hisparse,
+            spec.kv_layout,
+            max_running_requests=config.max_running_requests,
+            context_length=spec.context_length,
+            index_page_size=config.page_size,
+            available_host_bytes=host_bytes,
+            available_device_bytes=device_bytes - for_local_prefill,
+            max_device_slots=config.max_device_slots,
+            has_prefix_cache=config.enable_prefix_caching,
+            window=step_window(max_drafts),
         )
-    sizes = plan_sizes(
-        hisparse,
-        spec.kv_layout,
-        max_running_requests=config.max_running_requests,
-        context_length=spec.context_length,
-        index_page_size=config.page_size,
-        available_host_bytes=host_bytes,
-        available_device_bytes=for_pools - for_local_prefill,
-        max_device_slots=config.max_device_slots,
-        has_prefix_cache=config.enable_prefix_caching,
-        window=step_window(max_drafts),
-    )
+
+    spec, sizes = fit_context(spec, config.context_length, plan)
     _check_host_memory(ranks, sizes, host_bytes)
+    return spec, sizes
+
+
+def plan_pools(
+    config: DecodeConfig, hisparse: HiSparseConfig, spec: ModelSpec, max_drafts: int, ranks: Ranks
+) -> tuple[ModelSpec, Sizes]:
+    """`fit_pools` once the weights are loaded; logs the sizes."""
+    if split := device_split(ranks.device, config.mem_fraction_static):
+        log.info("sized", what=split)
+    spec, sizes = fit_pools(config, hisparse, spec, max_drafts, ranks)
     for line in describe(sizes):
         log.info("sized", what=line)
-    return sizes
+    return spec, sizes
 
 
 def make_local_prefill(
-    config: DecodeConfig, model: SparseModel, coordinator: HiSparseCoordinator
+    config: DecodeConfig, spec: ModelSpec, model: SparseModel, coordinator: HiSparseCoordinator
 ) -> LocalPrefill | None:
     """What computes prompts here, with device pages for one full context; None if the node is not to."""
     if not config.allow_local_prefill:
         return None
-    pages = _local_prefill_tokens(config, model.spec) // config.page_size
-    pool = PagedKVPool(model.spec.kv_layout, pages, config.page_size, model.device)
+    pages = _local_prefill_tokens(config, spec) // config.page_size
+    pool = PagedKVPool(spec.kv_layout, pages, config.page_size, model.device)
     memory = human(pool.kv.nbytes + pool.index_keys.nbytes)
     log.info("sized", what=f"local prefill: {pages} pages of {config.page_size} tokens, {memory} (one full context)")
     return LocalPrefill(model, ChunkedPrefill(pool, config.chunked_prefill_size), coordinator)

@@ -1,6 +1,7 @@
 """Puts a decode process together."""
 
 from contextlib import ExitStack
+from functools import partial
 
 from control.keys import load_token
 from control.membership import Membership
@@ -9,7 +10,7 @@ from decode_node.config import DecodeConfig
 from decode_node.grammars import Grammars
 from decode_node.node import DecodeNode
 from decode_node.outputs import OutputStream
-from decode_node.pools import destination_of, make_local_prefill, plan_pools
+from decode_node.pools import destination_of, fit_pools, make_local_prefill, plan_pools
 from decode_node.quarantine import quarantine_router
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Limits
@@ -31,14 +32,16 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
     Raises StartupError if it cannot start; cheap checks come first.
     """
     described = NodeModel.of("decode", config, place)
-    device, spec = described.device, described.spec
+    device = described.device
     token = None if config.key_dir is None else load_token(config.key_dir)
-    hisparse = parse_config(config.hisparse_config, spec.index_topk)
+    hisparse = parse_config(config.hisparse_config, described.spec.index_topk)
+    fit = partial(fit_pools, config, hisparse, described.spec, described.drafts)
     with ExitStack() as at_end:
-        node = at_end.enter_context(described.start(common_to_ranks(config)))
+        node = at_end.enter_context(described.start(common_to_ranks(config), fit))
         shell, ranks, model, transports = node.shell, node.ranks, node.model, node.transports
+        spec, sizes = plan_pools(config, hisparse, described.spec, described.drafts, ranks)
         coordinator = build_tiers(
-            plan_pools(config, hisparse, spec, ranks, described.drafts),
+            sizes,
             device,
             verify=config.debug_verify_swap_in,
             shareable=transports.share_memory,
@@ -84,7 +87,7 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
             runner,
             coordinator,
             remote,
-            make_local_prefill(config, model, coordinator),
+            make_local_prefill(config, spec, model, coordinator),
             OutputStream(shell.control, shell.metrics),
             shell.metrics,
             Limits(

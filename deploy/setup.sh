@@ -5,6 +5,7 @@ set -eu
 PYTHON=${PYTHON:-python3}
 VENV=${VENV:-.venv}
 TORCH_VERSION=2.13.0
+LEAST_DRIVER=580 # of CUDA 13
 
 say() { printf '>> %s\n' "$*"; }
 
@@ -22,14 +23,23 @@ if ! "$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (
     say "Python 3.11, 3.12 or 3.13 is needed, $("$PYTHON" --version 2>&1) found; set PYTHON=/path/to/python3.13"
     exit 2
 fi
+EXTRA=cpu
+if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then
+    EXTRA=cuda13
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
+    if [ "${driver%%.*}" -lt $LEAST_DRIVER ]; then
+        say "torch and Mooncake are built for CUDA 13: NVIDIA driver $LEAST_DRIVER or later is needed, $driver found"
+        exit 2
+    fi
+fi
 # Mooncake is linked against these, also where it only uses TCP.
-for library in libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:libcurl4; do
+for library in libibverbs.so.1:libibverbs1 libmlx5.so.1:ibverbs-providers libnuma.so.1:libnuma1 libcurl.so.4:libcurl4; do
     if ! PATH=$PATH:/sbin ldconfig -p | grep -q "${library%:*}"; then
         apt_install "${library#*:}"
     fi
 done
 # Only tests need these: for networks of their own, which take root, for systemd units, and for kernels run on the CPU.
-for tool in ip:iproute2 nft:nftables unshare:util-linux systemd-analyze:systemd g++:g++; do
+for tool in ip:iproute2 nft:nftables unshare:util-linux systemd-analyze:systemd g++:g++ debootstrap:debootstrap; do
     if [ "$(id -u)" -eq 0 ] && ! command -v "${tool%:*}" >/dev/null; then
         apt_install "${tool#*:}" || say "no ${tool%:*} to be had: tests that need it are skipped"
     fi
@@ -38,17 +48,18 @@ if ! "$PYTHON" -c 'import ensurepip' 2>/dev/null; then
     apt_install python3-venv
 fi
 
+# Triton compiles its launchers when they are first used, with a C compiler and Python's headers.
+if [ $EXTRA = cuda13 ]; then
+    command -v cc >/dev/null || apt_install gcc libc6-dev
+    headers='import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_paths()["include"] + "/Python.h"))'
+    "$PYTHON" -c "$headers" ||
+        apt_install "$("$PYTHON" -c 'import sys; print("python%d.%d-dev" % sys.version_info[:2])')"
+fi
+
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 PIP="$VENV/bin/pip --disable-pip-version-check"
 
-if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then
-    case "$(nvidia-smi | sed -n 's/.*CUDA Version: \([0-9]*\).*/\1/p')" in
-        12) EXTRA=cuda12 ;;
-        *) EXTRA=cuda13 ;;
-    esac
-    say "NVIDIA GPU found: installing with the extra $EXTRA"
-else
-    EXTRA=cpu
+if [ $EXTRA = cpu ]; then
     say "no NVIDIA GPU: installing torch $TORCH_VERSION for CPU"
     # The CPU build lies in an index of its own unless the package index in use offers it.
     $PIP install -q "torch==$TORCH_VERSION+cpu" 2>/dev/null ||
@@ -58,7 +69,8 @@ say "installing hisparse-pd[$EXTRA,dev]"
 # Python would find the entry points of an earlier version there.
 rm -rf hisparse_pd.egg-info
 $PIP install -q -e ".[$EXTRA,dev]"
-"$VENV/bin/python" -c 'import mooncake.engine' || {
+# torch first, as in the service: it loads the CUDA libraries of its wheels, which Mooncake is linked against.
+"$VENV/bin/python" -c 'import torch, mooncake.engine' || {
     say "Mooncake does not load; see the message above"
     exit 1
 }

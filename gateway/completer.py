@@ -48,7 +48,7 @@ class Completer:
     context_length: int
 
     def __post_init__(self) -> None:
-        self.model = self.config.model_name
+        self.model, *_ = self.config.model_names
         self.created = int(time.time())
         """When the model was first served here, in seconds of Unix time."""
         self.tokenizer = self.preparer.tokenizer
@@ -65,8 +65,9 @@ class Completer:
 
     def check_model(self, model: str | None) -> None:
         """Raises ApiError (404) for a model that is not served. None stands for the one that is."""
-        if model is not None and model != self.model:
-            message = f"the model {shown(model)} does not exist; this server serves {self.model!r}"
+        if model is not None and model not in (names := self.config.model_names):
+            served = ", ".join(map(repr, names))
+            message = f"the model {shown(model)} does not exist; this server serves {served}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def prepare(self, body: bytes, kind: type[GenerationBody], id_prefix: str, client: Client) -> PreparedRequest:

@@ -41,7 +41,12 @@ class GatewayConfig(ProcessConfig):
             "Port of its own for /metrics, which the HTTP port then has no more; 0 takes a free one.", min=0, max=65535
         ),
     ] = None
-    served_model_name: Annotated[str | None, Flag("Model name that clients use; default: the model path.")] = None
+    served_model_name: Annotated[
+        tuple[str, ...],
+        Flag(
+            "Model name that clients use, and that answers have; may be repeated for further ones; default: the path."
+        ),
+    ] = ()
     request_timeout: Annotated[float, Flag("Seconds after which a request is given up with 504.", min=0.1)] = 600.0
     api_keys: Annotated[
         tuple[str, ...],
@@ -115,9 +120,9 @@ class GatewayConfig(ProcessConfig):
     ] = 10.0
 
     @property
-    def model_name(self) -> str:
-        """The name that clients use for the model."""
-        return self.served_model_name or str(self.model_path)
+    def model_names(self) -> tuple[str, ...]:
+        """The names that clients use for the model. Answers have the first."""
+        return self.served_model_name or (str(self.model_path),)
 
     @property
     def bound_control_host(self) -> str:

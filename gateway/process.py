@@ -160,7 +160,7 @@ class Gateway:
             "tls": tls is not None,
             "api_keys": 0 if keys is None else len(keys),
             "control": self.control.me.address,
-            "model": config.model_name,
+            "model": ", ".join(config.model_names),
             "context_length": context_length,
             "vocab_size": tokenizer.vocab_size,
             "chat": None if chat_format is None else chat_format.name,

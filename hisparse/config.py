@@ -1,4 +1,4 @@
-"""`--hisparse-config`, read once into a typed object."""
+"""`--hisparse-config`, read once into a typed object. Imports no torch: `serve` reads it before it starts nodes."""
 
 import json
 from dataclasses import dataclass
@@ -8,9 +8,10 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic takes the one of typing from Python 3.12 on
 
 from base.errors import StartupError
-from hisparse.residency import MAX_DEVICE_BUFFER_SIZE
 
 DEFAULT_HOST_TO_DEVICE_RATIO = 8.0
+_MAX_DEVICE_BUFFER_SIZE = 2**15 - 1
+"""The position table holds hot indices as int16: it is the biggest table, and int32 would double it."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,10 @@ class HiSparseConfig:
     swap_in_block_size: int | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.top_k <= self.device_buffer_size <= MAX_DEVICE_BUFFER_SIZE:
+        if not 1 <= self.top_k <= self.device_buffer_size <= _MAX_DEVICE_BUFFER_SIZE:
             raise StartupError(
                 f"hisparse-config: device_buffer_size must be at least top_k ({self.top_k}), so that the buffer holds "
-                f"all that one step selects, and at most {MAX_DEVICE_BUFFER_SIZE}, found {self.device_buffer_size}"
+                f"all that one step selects, and at most {_MAX_DEVICE_BUFFER_SIZE}, found {self.device_buffer_size}"
             )
         if (self.host_to_device_ratio is None) == (self.host_pool_gib is None):
             raise StartupError("hisparse-config: give host_to_device_ratio or host_pool_gib, not both")

@@ -47,10 +47,6 @@ import torch
 
 from kvcache.extents import SlotAccountingError
 
-MAX_DEVICE_BUFFER_SIZE = 2**15 - 1
-"""The position table holds hot indices as int16: it is the biggest table, and int32 would double it. HiSparseConfig
-refuses more."""
-
 
 @dataclass(frozen=True)
 class MissPlan:

@@ -9,6 +9,8 @@ import functools
 import importlib
 import os
 import shutil
+import sysconfig
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -25,6 +27,8 @@ from kernels.operands import (
     SwiGluWeights,
     Threshold,
 )
+
+PYTHON_HEADER = Path(sysconfig.get_paths()["include"], "Python.h")
 
 
 class Ops(Protocol):
@@ -165,14 +169,21 @@ def ops_on(device: torch.device) -> Ops:
     return kernels.triton
 
 
+def c_compiler() -> str | None:
+    """The C compiler that Triton would use."""
+    return os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+
+
 def triton_unavailable_reason() -> str | None:
-    """Why this machine cannot compile Triton kernels; None if it can."""
+    """Why this machine cannot compile Triton kernels and their launchers; None if it can."""
     try:
         importlib.import_module("triton")
     except ImportError as error:
         return f"needs the package triton, which cannot be imported ({error})"
-    if not (os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")):
+    if c_compiler() is None:
         return "needs a C compiler at run time, and there is none (CC, cc, gcc or clang)"
+    if not PYTHON_HEADER.exists():
+        return f"needs Python's headers at run time, and there is no {PYTHON_HEADER} (Debian: python3-dev)"
     return None
 
 

@@ -114,6 +114,7 @@ def load_model(
     kv_cache_dtype: KVCacheDtype = "auto",
     exchange: Exchange = NO_EXCHANGE,
     drafts: bool = False,
+    planned_for: Callable[[int], object] = lambda num_bytes: None,
 ) -> SparseModel:
     """Load a checkpoint's weights, converted to `dtype`, onto a device. Never reaches the network.
 
@@ -123,7 +124,7 @@ def load_model(
     `backend` computes attention, on KV of `kv_cache_dtype`; by default torch does. With load_format `dummy` the device
     generates random weights instead, the same on every device of a kind, as in SGLang and vLLM. `shard`: which experts
     to load, where `exchange` connects the processes that have a part each. drafts: with the draft layer, if the
-    checkpoint has one.
+    checkpoint has one. planned_for: called with the bytes that the weights take on the device, before any is read.
 
     Raises StartupError for what `read_spec` refuses, where weights are missing or have other shapes, and where they do
     not fit the device.
@@ -153,6 +154,7 @@ def load_model(
     if isinstance(planned, StoredWeights):
         _check(path, planned, stored, spec)
     _check_room(path, planned.num_bytes, device)
+    planned_for(planned.num_bytes)
     made = weights(device)
     network = Network.load(made, config, shard, exchange, drafts)
     if isinstance(made, StoredWeights):

@@ -7,14 +7,11 @@ import structlog
 import torch
 
 from base.block_hashes import BLOCK_TOKENS
-from base.errors import StartupError
-from base.memory import device_split, human, pool_bytes
 from control.membership import Membership
 from control.messages import Heartbeat, Peer, Register
 from engine.chunked import ChunkedPrefill
 from kvcache.page_cache import PageCache, can_cache
 from kvcache.paged_pool import PagedKVPool, PagedSequence
-from model.config import ModelSpec
 from model.passes import PrefillChunk
 from model.sparse_model import SparseModel
 from model.split import SplitModel
@@ -24,16 +21,14 @@ from prefill_node.endpoint import PrefillEndpoint
 from prefill_node.offer import Offer
 from prefill_node.orders import OF_FIRST
 from prefill_node.planner import PrefillPlanner
+from prefill_node.pool import fit_pages, plan_pages
 from prefill_node.worker import PrefillWorker, RankLoop
 from ranks.executor import Executor
-from ranks.group import Ranks
 from ranks.place import RankPlace
 from service.checkpoint import identity_of
 from service.node_model import NodeModel
 
 log = structlog.get_logger(__name__)
-
-_PROMPTS_BY_DEFAULT = 16
 
 
 def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> None:
@@ -42,13 +37,14 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
     Raises StartupError if it cannot start; cheap checks come first.
     """
     described = NodeModel.of("prefill", config, place)
-    device, spec = described.device, described.spec
+    device, fit = described.device, partial(fit_pages, config, described.spec)
     with ExitStack() as at_end:
-        node = at_end.enter_context(described.start(common_to_ranks(config)))
+        node = at_end.enter_context(described.start(common_to_ranks(config), fit))
         shell, ranks, model, exchange, transports = node.shell, node.ranks, node.model, node.exchange, node.transports
+        spec, pages = plan_pages(config, described.spec, ranks)
         if ranks.world_size > 1:
             model = SplitModel(model.network, spec, described.backend, ranks.shard, exchange.gather)
-        pool = PagedKVPool(spec.kv_layout, _num_pages(config, spec, device, ranks), config.page_size, device)
+        pool = PagedKVPool(spec.kv_layout, pages, config.page_size, device)
         transports.register(pool.get_contiguous_buf_infos())
         if ranks.world_size > 1:
             warm_up(model, pool, config.chunked_prefill_size if device.type == "cuda" else 1)
@@ -133,38 +129,3 @@ def warm_up(model: SparseModel, pool: PagedKVPool, tokens: int) -> None:
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     pool.free(pages)
-
-
-def _num_pages(config: PrefillConfig, spec: ModelSpec, device: torch.device, ranks: Ranks) -> int:
-    """Pages of the KV pool; logs why so many. Raises StartupError if a full context does not fit.
-
-    All ranks have as many. On CPUs they divide the memory of their host, before any has taken some for its pool.
-    """
-    ranks.share(None)
-    sharing = ranks.per_host if device.type == "cpu" else 1
-    if split := device_split(device, config.mem_fraction_static):
-        log.info("sized", what=split)
-    token_bytes = spec.kv_layout.token_bytes
-    affordable = min(ranks.share(pool_bytes(device, config.mem_fraction_static) // sharing // token_bytes))
-    wanted = config.max_total_tokens or min(affordable, _PROMPTS_BY_DEFAULT * spec.context_length)
-    if wanted > affordable:
-        raise StartupError(
-            f"--max-total-tokens {wanted} takes {human(wanted * token_bytes)}, but {human(affordable * token_bytes)} "
-            "may be used; lower it or raise --mem-fraction-static"
-        )
-    pages = wanted // config.page_size
-    if pages * config.page_size < spec.context_length:
-        raise StartupError(
-            f"a KV pool of {pages} pages of {config.page_size} tokens does not hold one context of "
-            f"{spec.context_length}; raise --max-total-tokens or --mem-fraction-static, or lower --context-length"
-        )
-    log.info(
-        "KV pool",
-        pages=pages,
-        page_size=config.page_size,
-        tokens=pages * config.page_size,
-        bytes=human(pages * config.page_size * token_bytes),
-        why=f"{token_bytes} B per token over {spec.num_layers} layers; "
-        + ("--max-total-tokens" if config.max_total_tokens else f"up to {_PROMPTS_BY_DEFAULT} full contexts"),
-    )
-    return pages

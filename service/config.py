@@ -39,7 +39,10 @@ class ProcessConfig:
         bool, Flag("Let other machines reach this process without keys: trust your network.", name="--insecure")
     ] = False
     context_length: Annotated[
-        int | None, Flag("Longest prompt plus output; default: the checkpoint's maximum.", min=2)
+        int | None,
+        Flag(
+            "Longest prompt plus output; default: the checkpoint's maximum, on nodes as far as pools have room.", min=2
+        ),
     ] = None
     drain_timeout: Annotated[
         float, Flag("Seconds after SIGTERM in which what has begun may finish; 0, SIGINT: end at once.", min=0)

@@ -4,8 +4,7 @@
 """
 
 import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,7 @@ from base.errors import StartupError
 from base.logs import configure_logging
 from base.version import VERSION
 from control.codec import PROTOCOL_VERSION
-from control.messages import ADDRESS_PATTERN, CheckpointIdentity, Role
+from control.messages import CheckpointIdentity, Role
 from kernels.attention import AttentionBackend
 from kernels.ops import fp8_unavailable_reason
 from model.config import ModelSpec
@@ -28,14 +27,12 @@ from model.sparse_model import SparseModel
 from ranks.group import RankGroup, Ranks, SingleRank
 from ranks.place import RankPlace
 from service.checkpoint import identify, identity_of
-from service.config import NodeConfig, check_processes, drafts_of
+from service.config import NodeConfig, drafts_of
+from service.node_checks import check, claim_transfer_ports
 from service.shell import NodeShell
-from transfer.ports import ClaimedPorts, parse_ports
-from transfer.transports import Transports, choose_transports, num_engines
+from transfer.transports import Transports
 
 log = structlog.get_logger(__name__)
-
-_WILDCARDS = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True)
@@ -87,11 +84,12 @@ class NodeModel:
         return cls(role, config, place, device, spec, drafts, identify(config.model_path), backend)
 
     @contextmanager
-    def start(self, same: Mapping[str, object]) -> Iterator[StartedNode]:
+    def start(self, same: Mapping[str, object], fit: Callable[[Ranks, int], object]) -> Iterator[StartedNode]:
         """Start, and close at the end, what a node of either role has. Waits for all ranks.
 
-        same: values of this role that all ranks need alike. Raises StartupError for a port that is taken, a checkpoint
-        that cannot be served, or ranks that differ.
+        same: values of this role that all ranks need alike. fit: called with the bytes of the weights before they are
+        read, to raise StartupError if what they leave is too little.
+        Raises StartupError for a port that is taken, a checkpoint that cannot be served, or ranks that differ.
         """
         config = self.config
         with ExitStack() as at_end:
@@ -116,6 +114,7 @@ class NodeModel:
                 kv_cache_dtype=config.kv_cache_dtype,
                 exchange=exchange,
                 drafts=self.drafts > 0,
+                planned_for=partial(fit, ranks),
             )
             transports = Transports(config.data_host, config.transfer_protocol, config.ib_device, ports)
             yield StartedNode(shell, ranks, model, exchange, transports)
@@ -141,27 +140,6 @@ def common_to_ranks(ranks: Ranks, config: NodeConfig, spec: ModelSpec) -> dict[s
     }
 
 
-def check(config: NodeConfig) -> None:
-    """Raises StartupError for invalid values, or for a transport that this machine lacks."""
-    if config.mem_fraction_static is not None and not 0 < config.mem_fraction_static < 1:
-        raise StartupError(f"--mem-fraction-static {config.mem_fraction_static}: expected a number between 0 and 1")
-    if config.host in _WILDCARDS and not config.advertise_host:
-        raise StartupError(f"--host {config.host} is not an address that others can reach; give --advertise-host too")
-    check_processes("--host", config.host, config.key_dir, config.insecure)
-    if config.transfer_host is not None:
-        if config.transfer_host in _WILDCARDS:
-            raise StartupError(
-                f"--transfer-host {config.transfer_host} is not an address that others can reach; give one of the "
-                "data network"
-            )
-        if not re.match(ADDRESS_PATTERN, f"{config.transfer_host}:0"):
-            raise StartupError(f"--transfer-host {config.transfer_host}: expected a host name or an IPv4 address")
-    parse_ports(config.transfer_ports, _num_engines(config))
-    for gateway in config.gateways:
-        if not re.match(ADDRESS_PATTERN, gateway):
-            raise StartupError(f"--gateway {gateway}: expected HOST:PORT, the gateway's control port")
-
-
 def use_device(flag: str) -> torch.device:
     """The device that --device names. Hides all other GPUs from this process, so a GPU is always `cuda:0`.
 
@@ -179,14 +157,3 @@ def use_device(flag: str) -> torch.device:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(found)))
     os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(number or 0)]
     return torch.device("cuda", 0)
-
-
-def claim_transfer_ports(config: NodeConfig) -> ClaimedPorts | None:
-    """The ports of this node's transfer engines; None if it has no engine. Raises StartupError if none are free."""
-    engines = _num_engines(config)
-    return ClaimedPorts(parse_ports(config.transfer_ports, engines), engines) if engines else None
-
-
-def _num_engines(config: NodeConfig) -> int:
-    """Raises StartupError for a transport that this machine lacks."""
-    return num_engines(choose_transports(config.transfer_protocol, config.ib_device))

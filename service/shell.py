@@ -19,7 +19,7 @@ from control.membership import HEARTBEAT_S, CacheReports, Membership
 from control.messages import HeartbeatAck, Message, Peer, Refused, Registered, Role
 from control.plane import ControlPlane
 from kvcache.block_cache import BlockCache
-from service.config import NodeConfig
+from service.config import NodeConfig, is_loopback
 from service.lifecycle import STOP_SIGNALS, Lifecycle
 from service.status import StatusServer, bind_http, metrics_router, status_router
 from transfer.ports import reachable_addresses
@@ -31,6 +31,14 @@ Event = TypeVar("Event")
 
 MAX_WAITING = 10_000
 """Size of the inbox beyond which control messages are dropped: senders repeat those that must arrive."""
+
+
+def closing_command(config: NodeConfig) -> str:
+    """The command that keeps strangers from the transfer ports, where other machines are none of the service's."""
+    if not is_loopback(config.data_host):
+        return "nft -f deploy/nftables/hisparse-pd.nft, with its variables set (docs/operations.md, Network)"
+    rule = f"iifname != lo tcp dport {config.transfer_ports} reject"
+    return f"nft 'table inet hisparse_pd {{ chain input {{ type filter hook input priority -10; {rule}; }}; }}'"
 
 
 class NodeShell(Generic[Event]):
@@ -64,6 +72,7 @@ class NodeShell(Generic[Event]):
             self._listener.close()
             raise
         self.gateways = GatewayAddresses(config.gateways)
+        self._closing = closing_command(config)
         self._status: StatusServer | None = None
         self._membership: Membership | None = None
         self._cache_reports: CacheReports | None = None
@@ -101,7 +110,7 @@ class NodeShell(Generic[Event]):
                 cached.report_to(self._cache_reports, self.cache_seed)
 
     def announce(self, transports: Transports, model_type: str, fingerprint: str) -> None:
-        """Log addresses and model, and warn of what is missing or exposed."""
+        """Log addresses and model, and warn of what is exposed."""
         host, port = self._listener.getsockname()[:2]
         log.info(
             "node is up",
@@ -113,14 +122,12 @@ class NodeShell(Generic[Event]):
             model=model_type,
             fingerprint=fingerprint,
         )
-        if not self.gateways.expected:
-            log.warning("no --gateway was given: this node registers nowhere and gets no requests")
         if transports.ports and (addresses := reachable_addresses()):
             log.warning(
-                "whoever reaches the transfer ports can write to this node's KV, without authentication; confine them "
-                "to the nodes' data network (docs/operations/secure.md, Network)",
+                "the transfer ports are open at every address: whoever reaches them can write to this node's KV",
                 ports=",".join(map(str, transports.ports)),
                 addresses=",".join(addresses),
+                close=self._closing,
             )
 
     def receive(self, timeout: float) -> list[tuple[Peer, Message] | Event]:

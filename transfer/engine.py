@@ -44,6 +44,17 @@ def rdma_devices(wanted: str = "") -> list[str]:
     return devices
 
 
+def load_mooncake() -> Any:
+    """`mooncake.engine.TransferEngine`. Raises StartupError if it cannot be loaded."""
+    try:
+        from mooncake.engine import TransferEngine
+    except ImportError as error:
+        raise StartupError(
+            f"cannot load Mooncake ({error}); install hisparse-pd[cpu] or [cuda13], libibverbs1 and ibverbs-providers"
+        ) from error
+    return TransferEngine
+
+
 def _start(host: str, transport: EngineTransport, ib_device: str) -> Any:
     """A started `mooncake.engine.TransferEngine`. Settings in the environment take precedence."""
     if transport == "tcp":
@@ -52,13 +63,7 @@ def _start(host: str, transport: EngineTransport, ib_device: str) -> Any:
         os.environ.pop("MC_FORCE_TCP", None)
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     os.environ.setdefault("MC_TCP_LANES_PER_PEER", str(_TCP_CONNECTIONS))
-    try:
-        from mooncake.engine import TransferEngine
-    except ImportError as error:
-        raise StartupError(
-            f"cannot load Mooncake ({error}); install hisparse-pd[cpu], [cuda12] or [cuda13] and libibverbs1"
-        ) from error
-    engine = TransferEngine()
+    engine = load_mooncake()()
     log.info(
         "Mooncake starts; of its own lines these mean nothing",
         lines="Logging before InitGoogleLogging() | Local segment descriptor not found",

@@ -3,7 +3,9 @@
 import ctypes
 import mmap
 import os
+import secrets
 import select
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -128,6 +130,23 @@ class _Refused:
 class _SharedMemoryEndpoint(TransferEndpoint):
     def connect(self, pool: RemotePool, reading: bool) -> SharedMemoryChannel | None:
         return None if pool.shared is None else SharedMemoryChannel(pool.shared, reading)
+
+
+def maps_other_processes() -> bool:
+    """Whether this process may map memory of others of its user. Some containers and hardened kernels refuse."""
+    name = secrets.token_hex(16)
+    descriptor = os.memfd_create(name)
+    os.ftruncate(descriptor, mmap.PAGESIZE)
+    with subprocess.Popen(["sleep", "60"], pass_fds=(descriptor,)) as other:
+        memory = SharedMemory(pid=other.pid, fd=descriptor, name=name, base=0, length=mmap.PAGESIZE)
+        try:
+            SharedMemoryChannel(memory).close()
+        except Unreachable:
+            return False
+        finally:
+            other.kill()
+            os.close(descriptor)
+    return True
 
 
 SHM = TransportKind(

@@ -1,13 +1,15 @@
 """What was measured, as a table, JSON and a figure."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
 from benchmarks.decode.config import DecodeBench
 from benchmarks.decode.timing import StepTiming
-from benchmarks.parts_report import GIB, LIMIT, draw_parts, table, what_was_computed, write_document
+from benchmarks.parts_report import GIB, LIMIT, draw_parts, print_columns, table, what_was_computed, write_document
 from model.roofline import StepPart, Works
 
 SCHEMA = 1
@@ -54,10 +56,7 @@ def print_results(results: list[CaseResult], config: DecodeBench, weight_bytes: 
             f"{result.kv_bytes / GIB:.1f}",
         )
     console.print(steps, "")
-    parts = table("parts, ms / limit", "part", *(f"{r.batch} x {r.new_positions}" for r in results))
-    for part in StepPart:
-        parts.add_row(part, *(f"{r.timing.parts[part]:.2f}/{r.limit_ms(part):.2f}" for r in results))
-    console.print(parts, "")
+    print_columns(console, results, _parts)
     console.print(
         f"{what_was_computed(config, weight_bytes)}, {config.context} tokens a request, "
         f"{torch.cuda.get_device_name()}. ms: median of "
@@ -65,6 +64,13 @@ def print_results(results: list[CaseResult], config: DecodeBench, weight_bytes: 
         f"({results[0].link_gb_per_s:.1f} GB/s). rest: norms, rotation, encoding, storing, time between kernels.",
         highlight=False,
     )
+
+
+def _parts(results: Sequence[CaseResult]) -> Table:
+    parts = table("parts, ms / limit", "part", *(f"{r.batch} x {r.new_positions}" for r in results))
+    for part in StepPart:
+        parts.add_row(part, *(f"{r.timing.parts[part]:.2f}/{r.limit_ms(part):.2f}" for r in results))
+    return parts
 
 
 def write_json(results: list[CaseResult], config: DecodeBench) -> None:

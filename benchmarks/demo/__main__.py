@@ -55,9 +55,8 @@ def run(console: Console, log_path: Path) -> int:
     """Serve the model, ask it about one text after another, print what it says and what that cost."""
     config = ServeConfig(
         model_path=CHECKPOINT,
-        served_model_name=MODEL,
+        served_model_name=(MODEL,),
         port=free_port(),
-        transfer_protocol="tcp",
         chunked_prefill_size=512,
         context_length=CONTEXT_LENGTH,
         hisparse_config=json.dumps({"device_buffer_size": HOT_BUFFER}),
@@ -69,7 +68,7 @@ def run(console: Console, log_path: Path) -> int:
     costs: list[Cost] = []
     right = 0
     with log_path.open("wb") as log, processes(children, log=log) as running:
-        console.print(f"starting {', '.join(running)}: KV over Mooncake (TCP)")
+        console.print(f"starting {', '.join(running)}")
         wait_ready(urls["gateway"], running, _READY_S)
         for number, (length, depth) in enumerate(TEXTS, start=1):
             question = make_question(f"demo/{number}", length, depth)

@@ -1,11 +1,13 @@
 """What was measured, as tables, JSON and a figure."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
-from benchmarks.parts_report import GIB, LIMIT, draw_parts, table, what_was_computed, write_document
+from benchmarks.parts_report import GIB, LIMIT, draw_parts, print_columns, table, what_was_computed, write_document
 from benchmarks.prefill.config import PrefillBench
 from benchmarks.prefill.timing import PARTS, ChunkTiming
 from model.roofline import StepPart, Works
@@ -53,10 +55,7 @@ def print_results(results: list[CaseResult], config: PrefillBench, weight_bytes:
             f"{timing.peak_bytes / GIB:.1f}",
         )
     console.print(chunks, "")
-    parts = table("parts, ms / limit", "part", *(str(result.context) for result in results))
-    for part in PARTS:
-        parts.add_row(part, *(f"{r.timing.parts[part]:.1f}/{r.limit_ms(part):.1f}" for r in results))
-    console.print(parts, "")
+    print_columns(console, results, _parts)
     kernels = table(f"kernels at {results[-1].context} tokens of context", "ms", "number", "part", "kernel")
     for kernel in results[-1].timing.kernels[:_SHOWN]:
         kernels.add_row(f"{kernel.ms:.1f}", str(kernel.count), kernel.part, _short(kernel.name))
@@ -69,6 +68,13 @@ def print_results(results: list[CaseResult], config: PrefillBench, weight_bytes:
         "it is computed, only stores KV.",
         highlight=False,
     )
+
+
+def _parts(results: Sequence[CaseResult]) -> Table:
+    parts = table("parts, ms / limit", "part", *(str(result.context) for result in results))
+    for part in PARTS:
+        parts.add_row(part, *(f"{r.timing.parts[part]:.1f}/{r.limit_ms(part):.1f}" for r in results))
+    return parts
 
 
 def _short(name: str) -> str:

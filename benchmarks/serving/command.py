@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
@@ -39,17 +39,27 @@ class NothingAnswered(Exception):
 def run_serving_bench(config: ServingBench) -> Report:
     """Measure, print the tables, write JSON and PNG.
 
-    Raises StartupError for what cannot be measured, NothingAnswered, after the report, for a load point that failed
-    as a whole.
+    Raises StartupError for what cannot be measured, before anything is if that is known by then. Raises after the
+    report what ended a later service, and NothingAnswered for a load point that failed as a whole.
     """
     config.check()
     disturbance = Disturbance()
     services, workload = _subjects(config)
+    for service in services:
+        service.check()
     options = config.options
     if isinstance(workload, TraceReplay) and workload.left_out:
         options = {**options, "left_out": workload.left_out}
         print(f"{config.trace}: {workload.left_out} requests do not fit and are left out", file=sys.stderr)
-    results = _measure(config, services, workload)
+    results: list[PointResult] = []
+    failure: Exception | None = None
+    try:
+        for of_service in _measure(config, services, workload):
+            results += of_service
+    except Exception as error:
+        if not results:
+            raise
+        failure = error
     # Services elsewhere cannot be told from other processes.
     others = None if config.base_urls else disturbance.cores()
     report = Report.of(results, slo(config), options, this_machine(), others, config.finds_prefixes)
@@ -57,23 +67,22 @@ def run_serving_bench(config: ServingBench) -> Report:
     write_json(config.json, document(report))
     (write_prefix_png if config.finds_prefixes else write_png)(config.png, report)
     print(f"written: {config.json}, {config.png}", file=sys.stderr)
+    if failure is not None:
+        raise failure
     for point in report.points:
         if not point.summary.answered:
             raise NothingAnswered(f"{point.label} answered no request at {point.load}")
     return report
 
 
-def _measure(config: ServingBench, services: Sequence[Service], workload: Workload) -> list[PointResult]:
+def _measure(config: ServingBench, services: Sequence[Service], workload: Workload) -> Iterator[list[PointResult]]:
+    """The results of each service, as soon as it was measured."""
     loads = points(config, workload.schedule(config.speed) if isinstance(workload, TraceReplay) else None)
-    results = []
     with Bar(len(services) * sum(point.most_requests for point in loads)) as bar:
         for service in services:
             bar.service(service.label)
             with service.running() as endpoint:
-                results += asyncio.run(
-                    measure(endpoint, workload, loads, config.request_timeout, progress=bar.request_done)
-                )
-    return results
+                yield asyncio.run(measure(endpoint, workload, loads, config.request_timeout, progress=bar.request_done))
 
 
 def _subjects(config: ServingBench) -> tuple[list[Service], Workload]:

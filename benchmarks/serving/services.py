@@ -18,7 +18,9 @@ from base.errors import StartupError
 from benchmarks.passkey import CHECKPOINT, CONTEXT_LENGTH
 from benchmarks.serving.client import Endpoint, error_message
 from benchmarks.serving.config import ServingBench
+from cli.config_show import read_serve_flags
 from cli.serve import Child, free_port, is_ready, processes
+from cli.serve_checks import check_start
 
 _READY_S = 600.0
 _ANSWER_S = 30.0
@@ -30,6 +32,10 @@ class Service(Protocol):
 
     @property
     def label(self) -> str: ...
+
+    def check(self) -> None:
+        """Raises StartupError if it cannot be measured, as far as that is known before anything is."""
+        ...
 
     def running(self) -> AbstractContextManager[Endpoint]:
         """The endpoint, while it is measured. Raises StartupError if it cannot be."""
@@ -46,15 +52,21 @@ class Remote:
     api_key: str | None = field(default=None, repr=False)
     extra_body: Mapping[str, Any] = field(default_factory=dict)
 
+    def check(self) -> None:
+        self._endpoint()
+
     @contextmanager
     def running(self) -> Iterator[Endpoint]:
+        yield self._endpoint()
+
+    def _endpoint(self) -> Endpoint:
         endpoint = Endpoint(self.label, self.base_url, self.model or "", self.api_key, self.extra_body)
         served = _served_models(endpoint)
         if self.model is None and len(served) != 1:
             raise StartupError(f"{self.base_url} serves {_listed(served)}: choose one with --model")
         if self.model is not None and self.model not in served:
             raise StartupError(f"{self.base_url} does not serve {self.model!r}, but {_listed(served)}")
-        yield replace(endpoint, model=self.model or served[0])
+        return replace(endpoint, model=self.model or served[0])
 
 
 @dataclass(frozen=True)
@@ -66,16 +78,25 @@ class Local:
     flags: tuple[str, ...] = ()
     extra_body: Mapping[str, Any] = field(default_factory=dict)
 
+    def check(self) -> None:
+        try:
+            check_start(read_serve_flags(self._words(0)))
+        except StartupError as error:
+            raise StartupError(f"{self.label}: {error}") from error
+
+    def _words(self, port: int) -> list[str]:
+        own = ["--model-path", str(self.model_path), "--served-model-name", _MODEL, "--port", str(port)]
+        return [*own, *self.flags]
+
     @contextmanager
     def running(self) -> Iterator[Endpoint]:
         port = free_port()
         url = f"http://127.0.0.1:{port}"
-        words = ["--model-path", str(self.model_path), "--served-model-name", _MODEL, "--port", str(port)]
         # Which tokens came in one event, rather than one for each: this service can say so.
         extra_body = {"return_token_ids": True, **self.extra_body}
         with (
             tempfile.TemporaryFile() as log,
-            processes([Child("serve", ["serve", *words, *self.flags], port)], log) as children,
+            processes([Child("serve", ["serve", *self._words(port)], port)], log) as children,
         ):
             try:
                 wait_ready(url, children, _READY_S)
@@ -180,10 +201,8 @@ def _listed(models: list[str]) -> str:
 
 
 def _reason(log: str) -> str:
-    """What a service that did not start said last, errors first."""
-    lines = [line for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error:")]
-    return (errors or lines or ["it said nothing"])[0 if errors else -1]
+    """What a service that did not start said last."""
+    return next((line for line in reversed(log.splitlines()) if line.strip()), "it said nothing")
 
 
 def wait_ready(base_url: str, children: Mapping[str, "subprocess.Popen[bytes]"], timeout: float) -> None:

@@ -31,18 +31,18 @@ class ModelList(TypedDict):
 
 
 def list_models(completer: Completer) -> ModelList:
-    return {"object": "list", "data": [_card(completer)]}
+    return {"object": "list", "data": [_card(completer, name) for name in completer.config.model_names]}
 
 
 def one_model(completer: Completer, model: str) -> ModelCard:
     """Raises ApiError (404)."""
     completer.check_model(model)
-    return _card(completer)
+    return _card(completer, model)
 
 
-def _card(completer: Completer) -> ModelCard:
+def _card(completer: Completer, name: str) -> ModelCard:
     return {
-        "id": completer.model,
+        "id": name,
         "object": "model",
         "created": completer.created,
         "owned_by": "hisparse-pd",

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.serving import services
 from benchmarks.serving.stub import Reply, token_event
 from tests.benchmarks.conftest import Json, bench, in_full, refusal, started
 from tests.e2e.cluster import all_gone, children_of
@@ -150,17 +151,17 @@ def test_a_tiny_model_is_served_measured_and_stopped(tmp_path: Path) -> None:
     sizes = ['{"device_buffer_size": 64}', '{"device_buffer_size": 96}']
     configs = ["--hisparse-config", sizes[0], "--compare-hisparse-config", sizes[1]]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    services: set[psutil.Process] = set()
+    started_here: set[psutil.Process] = set()
     with started([*BENCH, *small, *configs, *files], **pipes) as process:
         while process.poll() is None:
-            services.update(children_of(process))
+            started_here.update(children_of(process))
             try:
                 out, err = process.communicate(timeout=0.2)
             except subprocess.TimeoutExpired:
                 continue
         assert process.returncode == 0, err
-    assert len(services) >= 2 * 4, "serve and its three processes, twice"
-    assert all_gone(services)
+    assert len(started_here) >= 2 * 4, "serve and its three processes, twice"
+    assert all_gone(started_here)
     first, second = json.loads((tmp_path / "out.json").read_text())["points"]
     assert [first["service"], second["service"]] == sizes
     for point in (first, second):
@@ -169,3 +170,28 @@ def test_a_tiny_model_is_served_measured_and_stopped(tmp_path: Path) -> None:
         assert point["counted_by_nodes"]["prompt_tokens_total"] == 4 * 99, "the decode node computes the last one"
         assert point["counted_by_nodes"]["transfer_bytes_total"] > 0
     assert "rates, per second" in out
+
+
+@pytest.mark.parametrize(
+    ("later", "reason"),
+    [
+        (["--compare-hisparse-config", '{"top_k": 3}'], "top_k is 3, but the model selects"),
+        (["--variant", "--no-such-flag"], "No such option: --no-such-flag"),
+    ],
+)
+def test_every_service_is_checked_before_the_first_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], later: list[str], reason: str
+) -> None:
+    monkeypatch.setattr(services.Local, "running", lambda service: pytest.fail(f"started {service}"))
+    variants = ["--variant", ""] if "--variant" in later else []
+    assert reason in refusal(capsys, "serving", "--quick", *variants, *later)
+
+
+def test_what_was_measured_is_kept_if_a_later_service_fails(
+    stub: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services.Remote, "check", lambda service: None)
+    urls = ["--base-url", f"one={stub()}", "--base-url", "gone=http://127.0.0.1:1"]
+    content = bench(tmp_path, *TOKENS, *urls, "--concurrency", "1", "--num-requests", "2", code=2)
+    assert [point["service"] for point in content["points"]] == ["one"]
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: no service answers at http://127.0.0.1:1")

@@ -17,9 +17,11 @@ from cli.config import ServeConfig
 from cli.flags import declared_flags
 from cli.main import main, title
 from cli.other_names import OTHER_NAMES
+from cli.panels import PANELS, panel_of
 from control.codec import PROTOCOL_VERSION
 from decode_node.config import DecodeConfig
 from gateway.config import GatewayConfig
+from prefill_node.config import PrefillConfig
 
 Refused = Callable[..., str]
 
@@ -42,7 +44,8 @@ def test_flags_arrive_under_their_own_names(monkeypatch: pytest.MonkeyPatch) -> 
     config = run(monkeypatch, "gateway", *words.split())
     given = {"host": "10.0.0.1", "api_keys": ("a", "b"), "max_body_mib": 8, "header_timeout": 2.5}
     assert config == GatewayConfig(model_path=Path("/m"), port=8000, control_port=8001, **given)
-    assert (config.model_name, config.bound_control_host, config.advertised_host) == ("/m", "10.0.0.1", "10.0.0.1")
+    assert (config.model_names, config.bound_control_host) == (("/m",), "10.0.0.1")
+    assert config.advertised_host == "10.0.0.1"
 
 
 @pytest.mark.parametrize(("text", "keys"), [("a", ("a",)), (" a b\n", ("a", "b")), ("a,b, c", ("a", "b", "c"))])
@@ -123,6 +126,30 @@ def test_a_directory_with_files_is_not_written_over(refused: Refused, tmp_path: 
     assert "glm_moe_dsa" in foreign.read_text()
 
 
+COMMANDS = {"serve": ServeConfig, "prefill": PrefillConfig, "decode": DecodeConfig, "gateway": GatewayConfig}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_groups_flags_by_subject_and_cuts_no_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    sections = {section.partition(":\n")[0]: section for section in text.split("\n\n")[2:]}
+    assert set(sections) <= {*PANELS, "Options"}
+    for flag in declared_flags(COMMANDS[command]):
+        found = [panel for panel, section in sections.items() if re.search(rf"^  .*{flag.name}\b(?!-)", section, re.M)]
+        assert panel_of(flag.field.name) in found, flag.name
+
+
+def test_every_field_of_a_panel_is_one() -> None:
+    fields = {flag.field.name for kind in COMMANDS.values() for flag in declared_flags(kind)}
+    assert [name for names in PANELS.values() for name in names.split() if name not in fields] == []
+
+
 def test_h_is_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["serve", "-h"])
@@ -148,3 +175,8 @@ def test_every_flag_that_is_named_instead_exists() -> None:
     for answer in OTHER_NAMES.values():
         assert all(f"--{flag.removeprefix('no-')}" in names for flag in re.findall(r"--([a-z-]+)", answer))
     assert not names & OTHER_NAMES.keys()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_node_without_a_gateway_does_not_start(refused: Refused, role: str) -> None:
+    assert "--gateway: a node gets its requests from gateways; give HOST:PORT" in refused(role, "--model-path", "/m")

@@ -94,7 +94,8 @@ def test_hosts_that_are_not_said_right_are_refused(refused: Refused, command: st
 
 def test_local_prefill_is_refused_by_name(refused: Refused) -> None:
     expected = "error: --allow-local-prefill with --ranks 2: only a decode node of one rank"
-    assert refused("decode", "--model-path", "/m", "--ranks", "2", "--allow-local-prefill").startswith(expected)
+    words = ("--model-path", "/m", "--gateway", "g:1", "--ranks", "2", "--allow-local-prefill")
+    assert refused("decode", *words).startswith(expected)
 
 
 def test_the_second_host_has_the_same_ports_and_the_ranks_that_follow() -> None:

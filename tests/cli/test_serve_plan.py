@@ -13,10 +13,17 @@ import pytest
 import typer
 
 from base.errors import StartupError
-from cli import serve
+from cli import serve, serve_checks
 from cli.config import ServeConfig
 from cli.main import app, main
 from cli.serve import Child, ServePlan, devices_for, free_port, processes, serve_until_stopped
+
+
+@pytest.fixture(autouse=True)
+def no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are of models that are not there, and of processes that share no memory."""
+    monkeypatch.setattr(serve_checks, "check_start", lambda config: None)
+    monkeypatch.setattr(serve, "maps_other_processes", lambda: False)
 
 
 def plan(devices: tuple[str, ...] = ("cpu",), **flags: object) -> ServePlan:
@@ -43,6 +50,18 @@ def test_a_process_without_keys_does_not_inherit_them(monkeypatch: pytest.Monkey
     monkeypatch.setattr(serve.subprocess, "Popen", Ended)
     with processes([Child("gateway", [], 1, {"HISPARSE_PD_API_KEY": "sk-one"}), Child("decode-0", [], 2)]):
         assert [env.get("HISPARSE_PD_API_KEY") for env in started] == ["sk-one", None]
+
+
+@pytest.mark.parametrize(
+    ("asked", "maps", "given"), [("auto", True, "shm"), ("auto", False, None), ("tcp", True, "tcp")]
+)
+def test_nodes_that_can_share_memory_open_no_engine(
+    monkeypatch: pytest.MonkeyPatch, asked: str, maps: bool, given: str | None
+) -> None:
+    monkeypatch.setattr(serve, "maps_other_processes", lambda: maps)
+    for node in plan(transfer_protocol=asked).children()[1:]:
+        words = dict(zip(node.words, node.words[1:], strict=False))
+        assert words.get("--transfer-protocol") == given
 
 
 def devices(children: list[Child]) -> list[str]:
@@ -164,7 +183,13 @@ def values_of(parameter: Any) -> Iterator[list[str]]:
 
 def shared(command: str) -> Iterator[tuple[list[str], str]]:
     """Flags of `serve` with their values, and those processes of `command` that are to get them."""
-    takers = {parameter.name for parameter in GROUP.commands[command].params} - {"help", "api_keys", "port", "device"}
+    takers = {parameter.name for parameter in GROUP.commands[command].params} - {
+        "help",
+        "config",
+        "api_keys",
+        "port",
+        "device",
+    }
     own = {"host", "insecure"} if command != "gateway" else set()
     for parameter in GROUP.commands["serve"].params:
         if parameter.name in takers - own - {"model_path"}:
@@ -180,7 +205,7 @@ def test_a_flag_of_serve_reaches_each_process_that_takes_it(planned: Planned, wo
     for child in planned(*words).children():
         if child.words[0] == command:
             read = GROUP.commands[command].make_context(command, child.words[1:]).params
-            name = words[0][2:].replace("-", "_")
+            name = next(each.name for each in GROUP.commands["serve"].params if words[0] in each.opts)
             assert read[name] == given[name]
 
 

@@ -8,7 +8,7 @@ import pytest
 from base.errors import StartupError
 from cli.config import SizingConfig
 from cli.main import main
-from cli.sizing import NodeSizing, command, rows
+from cli.sizing import NodeSizing, commands, rows
 from tests.deploy.program import read_shell
 
 GIB = 2**30
@@ -22,12 +22,12 @@ BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
 @pytest.fixture(scope="module")
 def deepseek() -> NodeSizing:
-    return NodeSizing(SizingConfig(shape="deepseek-v3.2"))
+    return NodeSizing(SizingConfig(shape="deepseek-v3.2", speculative_num_steps="0"))
 
 
 @pytest.fixture(scope="module")
 def glm() -> NodeSizing:
-    return NodeSizing(SizingConfig(shape="glm-5.2"))
+    return NodeSizing(SizingConfig(shape="glm-5.2", speculative_num_steps="0"))
 
 
 def published_weights(
@@ -113,16 +113,20 @@ def test_two_machines_hold_twice_the_requests_of_each_in_host_memory(deepseek: N
     assert two.fitting > deepseek.fitting, "whose weights are fewer"
 
 
-def test_a_command_is_printed_with_every_figure(capsys: pytest.CaptureFixture[str], deepseek: NodeSizing) -> None:
+def test_commands_are_printed_with_every_figure_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["sizing"])
-    printed = capsys.readouterr().out
-    assert printed.startswith(command(deepseek.config))
-    for row in rows(deepseek.config):
+    printed, config = capsys.readouterr().out, SizingConfig()
+    assert printed.startswith("\n".join(commands(config)))
+    assert max(map(len, printed.splitlines())) <= 80
+    for row in rows(config):
         assert row.value in printed
-    line = read_shell(command(deepseek.config).removesuffix(" ...") + " --model-path /m")
-    assert (line.command, line.values["ranks"]) == ("decode", 8)
-    assert line.values["max_running_requests"] == deepseek.running
+    lines = [read_shell(each) for each in commands(config)]
+    assert [line.command for line in lines] == ["gateway", "prefill", "decode"]
+    assert [line.values["context_length"] for line in lines] == [CONTEXT] * 3
+    _, prefill, decode = (line.values for line in lines)
+    assert prefill["ranks"] == decode["ranks"] == 8
+    assert decode["max_running_requests"] == deepseek.running
 
 
 def test_a_node_that_drafts_has_one_layer_more(deepseek: NodeSizing, glm: NodeSizing) -> None:
@@ -135,7 +139,7 @@ def test_a_node_that_drafts_has_one_layer_more(deepseek: NodeSizing, glm: NodeSi
         more = drafting.model.num_bytes - x.model.num_bytes
         assert more == pytest.approx(layer + 2 * 2 * sizes[0] ** 2, rel=0.005)
         assert drafting.token_bytes == (layers + 1) * 656 + (index_layers + 1) * 132
-        assert "--speculative-num-steps 3" in command(drafting.config)
+        assert [" --speculative-num-steps 3" in each for each in commands(drafting.config)] == [False, True, True]
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
@@ -144,7 +148,35 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         (SizingConfig(ranks=3), "^sizing: "),
         (SizingConfig(ranks=8, nnodes=3), "^--ranks 8 with --nnodes 3: each host has as many"),
         (SizingConfig(host_gib=200.0), "^--host-gib 200 with --reserved-gib 256: nothing is left"),
-        (SizingConfig(host_gib=257.0, context_length=163840), "^sizing: no request of 163840 tokens fits"),
     ):
         with pytest.raises(StartupError, match=refusal):
             rows(config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "refusal", "longest"),
+    [
+        ("", "a prefill node holds 546,598,", 546560),
+        ("--kv-cache-dtype bfloat16", "a prefill node holds 309,597,", 309568),
+        ("--host-gib 290", "a rank of a decode node 82,113 in host memory", 82112),
+        ("--host-gib 257", "a rank of a decode node 0 in host memory", None),
+    ],
+)
+def test_a_prompt_that_fits_nowhere_is_answered_with_one_that_does(
+    capsys: pytest.CaptureFixture[str], flags: str, refusal: str, longest: int | None
+) -> None:
+    sizing = ["sizing", *["--shape", "glm-5.2", "--speculative-num-steps", "0"], *flags.split(), "--context-length"]
+    with pytest.raises(SystemExit) as ended:
+        main([*sizing, "1048576"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 1
+    assert said.startswith("error: sizing: no prompt of 1,048,576 tokens fits: ")
+    assert refusal in said
+    if longest is None:
+        assert "no other length does" in said
+        return
+    assert f"--context-length {longest} fits" in said
+    for length, code in ((longest, 0), (longest + 64, 1)):
+        with pytest.raises(SystemExit) as ended:
+            main([*sizing, str(length)])
+        assert ended.value.code == code

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,11 @@ def planned(
     **hisparse: Any,
 ) -> Sizes:
     """The pools of a process whose device and host have so many bytes for them."""
-    monkeypatch.setattr(pools, "pool_bytes", lambda device, fraction: device_bytes)
+    monkeypatch.setattr(pools, "pool_bytes", lambda device, fraction, to_load: device_bytes)
     monkeypatch.setattr(pools, "available_host_bytes", lambda: host_bytes)
-    config = DecodeConfig(model_path=Path(), allow_local_prefill=local_prefill)
+    config = DecodeConfig(model_path=Path(), context_length=1024, allow_local_prefill=local_prefill)
     tiers = HiSparseConfig(device_buffer_size=128, top_k=64, **hisparse)
-    return pools.plan_pools(config, tiers, SPEC, ranks or SingleRank(torch.device("cpu")))
+    return pools.plan_pools(config, tiers, SPEC, 0, ranks or SingleRank(torch.device("cpu")))[1]
 
 
 def test_pages_of_local_prefill_are_part_of_what_pools_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,3 +100,20 @@ def test_ranks_of_two_hosts_divide_the_memory_of_each(monkeypatch: pytest.Monkey
     planned(monkeypatch, AlikeRanks(8, hosts=2), host_bytes=4 * one, **budget)
     with pytest.raises(StartupError, match=r"^the host pools of 4 ranks need .* together, available are .*: lower"):
         planned(monkeypatch, AlikeRanks(8, hosts=2), host_bytes=4 * one - 1, **budget)
+
+
+@pytest.mark.parametrize(("asked", "fits"), [(None, 600), (600, 600), (601, None)])
+def test_the_context_is_what_fits_unless_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, asked: int | None, fits: int | None
+) -> None:
+    monkeypatch.setattr(pools, "pool_bytes", lambda device, fraction, to_load: 64 * CONTEXT_BYTES - to_load)
+    monkeypatch.setattr(pools, "available_host_bytes", lambda: 64 * GIB)
+    pool_gib = 600 * SPEC.kv_layout.token_bytes / GIB
+    tiers = HiSparseConfig(device_buffer_size=128, top_k=64, host_to_device_ratio=None, host_pool_gib=pool_gib)
+    spec, config = replace(SPEC, context_length=asked or 1024), DecodeConfig(model_path=Path(), context_length=asked)
+    if fits is None:
+        with pytest.raises(StartupError, match="the host pool holds 600 tokens, fewer than one request of"):
+            pools.fit_pools(config, tiers, spec, 0, SingleRank(torch.device("cpu")), 1000)
+    else:
+        fitting, sizes = pools.fit_pools(config, tiers, spec, 0, SingleRank(torch.device("cpu")), 1000)
+        assert fitting.context_length == sizes.max_context == fits

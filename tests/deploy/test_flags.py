@@ -13,7 +13,7 @@ from decode_node.config import DecodeConfig
 from hisparse.config import parse_config
 from prefill_node.config import PrefillConfig
 from service.config import NodeConfig
-from service.node_model import check
+from service.node_checks import check
 from service.status import status_router
 from tests.deploy.program import DEPLOY, ROLES, default, read_shell
 from tests.deploy.rendered import (

@@ -12,7 +12,7 @@ import torch
 from base.block_hashes import BLOCK_TOKENS
 from base.memory import DEFAULT_FRACTION
 from cli.config import SizingConfig
-from cli.sizing import command, rows
+from cli.sizing import commands, rows
 from hisparse.config import HiSparseConfig
 from hisparse.sizing import GIB, Sizes, plan_sizes
 from kvcache.block_cache import BLOCK_BYTES
@@ -152,7 +152,8 @@ def groups_block() -> str:
     for name, shape in SHAPES.items():
         config = SizingConfig(shape=shape)
         table = "\n".join(f"| {row.what} | {row.how} | {row.value} |" for row in rows(config))
-        blocks.append(f"{name}:\n\n```\n{command(config)}\n```\n\n| | how | |\n| --- | --- | --- |\n{table}\n")
+        lines = "\n".join(commands(config))
+        blocks.append(f"{name}:\n\n```\n{lines}\n```\n\n| | how | |\n| --- | --- | --- |\n{table}\n")
     return "\n".join(blocks)
 
 

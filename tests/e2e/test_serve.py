@@ -61,6 +61,15 @@ def test_serve_over_https_with_a_key_that_nobody_else_sees(serve: Serve, tmp_pat
     assert not any(secret.encode() in Path(f"/proc/{member.pid}/environ").read_bytes() for member in family)
 
 
+def test_serve_listens_at_loopback_alone(serve: Serve, references: References) -> None:
+    process, url = serve("--transfer-protocol", "auto")
+    prompt = [1, 2, 3, 4] * 40
+    assert complete(url, [Job(prompt, 8)]) == [references["deepseek_v32"].generate(prompt, 8)]
+    ports = [port for child in children_of(process) for port in child.net_connections("tcp") if port.status == "LISTEN"]
+    assert len(ports) >= 6
+    assert {port.laddr.ip for port in ports} == {"127.0.0.1"}
+
+
 @pytest.mark.slow
 def test_when_one_process_ends_serve_says_which_and_ends_the_others(serve: Serve) -> None:
     process, _ = serve("--prefill-nodes", "2")
@@ -72,15 +81,42 @@ def test_when_one_process_ends_serve_says_which_and_ends_the_others(serve: Serve
     wait_until(lambda: all_gone(children), what="the processes to be gone")
 
 
-def test_serve_passes_a_start_up_error_on() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "cli.main", "serve", "--model-path", "/nonexistent", "--port", "0"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+@pytest.fixture
+def tiny(checkpoints: dict[str, Path]) -> Path:
+    return checkpoints["deepseek_v32"]
+
+
+def refused(*words: str) -> list[str]:
+    """The lines on standard error of `serve` that does not start."""
+    serve = [sys.executable, "-m", "cli.main", "serve", "--port", "0", *words]
+    done = subprocess.run(serve, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "error: --model-path /nonexistent: no such directory" in done.stderr
+    return done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--model-path", "/nonexistent"), "error: --model-path /nonexistent: no such directory"),
+        (("--hisparse-config", '{"top_k": 3}'), "error: hisparse-config: top_k is 3, but the model selects 64"),
+        (("--mem-fraction-static", "2"), "error: --mem-fraction-static 2.0: expected a number between 0 and 1"),
+    ],
+)
+def test_serve_starts_nothing_that_would_be_refused(tiny: Path, words: tuple[str, ...], reason: str) -> None:
+    [line] = refused("--model-path", str(tiny), *words)
+    assert line.startswith(reason)
+
+
+def test_the_last_line_of_a_failed_start_is_the_reason(tiny: Path) -> None:
+    *_, last = refused("--model-path", str(tiny), "--attention-backend", "triton")
+    assert re.match("error: (prefill|decode)-0: --attention-backend triton runs on CUDA devices, not on cpu; ", last)
+
+
+def test_the_reason_of_a_node_of_ranks_is_said_last_too(tiny: Path) -> None:
+    *_, last = refused(
+        "--model-path", str(tiny), "--attention-backend", "triton", "--decode-ranks", "2", "--prefill-ranks", "2"
+    )
+    assert re.match(r"error: (prefill|decode)-0: rank \d: --attention-backend triton runs on CUDA devices", last)
 
 
 DEMO = [sys.executable, "-m", "benchmarks.demo"]

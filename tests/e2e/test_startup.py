@@ -15,6 +15,11 @@ from tests.e2e.conftest import FAMILIES, StartCluster
 from tests.e2e.spawn import Command, fork
 
 
+def with_gateway(words: tuple[object, ...]) -> list[str]:
+    """The words, with a gateway for a node, which needs one."""
+    return [*map(str, words), *(("--gateway", "127.0.0.1:1") if words[0] != "gateway" else ())]
+
+
 @pytest.fixture
 def start_here(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str]]]:
     """As `start`, in this process: for what is refused before a port is bound or a model loaded."""
@@ -23,7 +28,7 @@ def start_here(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tup
 
     def start(*words: object) -> tuple[int, str]:
         with pytest.raises(SystemExit) as exit_:
-            main([str(word) for word in words])
+            main(with_gateway(words))
         errors = capsys.readouterr().err.splitlines()
         assert len(errors) == 1, errors
         assert isinstance(exit_.value.code, int)
@@ -43,7 +48,7 @@ def start(tmp_path: Path) -> Start:
     log = tmp_path / "started.log"
 
     def start(*words: object) -> tuple[int, str]:
-        code = fork(Command("cli.main", [str(word) for word in words], {}, log)).wait(timeout=60)
+        code = fork(Command("cli.main", with_gateway(words), {}, log)).wait(timeout=60)
         errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
         assert len(errors) == 1 or code != 2, log.read_text()
         return code, errors[0] if errors else log.read_text()

@@ -66,8 +66,8 @@ def start_gateway(checkpoint: Path) -> Iterator[Callable[..., RunningGateway]]:
     running: list[RunningGateway] = []
 
     def start(**options: object) -> RunningGateway:
-        options = {"port": 0, "control_port": 0, **options}
-        config = GatewayConfig(model_path=checkpoint, served_model_name=MODEL, **options)  # type: ignore[arg-type]
+        options = {"port": 0, "control_port": 0, "served_model_name": (MODEL,), **options}
+        config = GatewayConfig(model_path=checkpoint, **options)  # type: ignore[arg-type]
         running.append(RunningGateway(config))
         return running[-1]
 

@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -217,6 +218,16 @@ def test_client_exceptions(client: Any) -> None:
     with pytest.raises(openai.BadRequestError) as too_long:
         client.completions.create(model=MODEL, prompt="a", max_tokens=CONTEXT)
     assert too_long.value.code == "context_length_exceeded"
+
+
+def test_a_model_of_several_names_is_listed_and_asked_by_each(checkpoint: Path) -> None:
+    with World(checkpoint, served_model_name=("tiny", "gpt-4")) as service:
+        assert [model.id for model in service.client.models.list()] == ["tiny", "gpt-4"]
+        assert service.client.models.retrieve("gpt-4").id == "gpt-4"
+        for name in ("tiny", "gpt-4"):
+            assert service.client.completions.create(model=name, prompt=[1, 2, 3], max_tokens=2).model == "tiny"
+        with pytest.raises(openai.NotFoundError, match="this server serves 'tiny', 'gpt-4'"):
+            service.client.models.retrieve("gpt-5")
 
 
 def test_models(client: Any) -> None:

@@ -190,7 +190,8 @@ class World:
     """A gateway for one checkpoint with a prefill and a decode node, which says bytes, each a token."""
 
     def __init__(self, checkpoint: Path, context: int = LONG_CONTEXT, **flags: Any) -> None:
-        config = GatewayConfig(model_path=checkpoint, served_model_name=MODEL, port=0, control_port=0, **flags)
+        flags = {"served_model_name": (MODEL,), **flags}
+        config = GatewayConfig(model_path=checkpoint, port=0, control_port=0, **flags)
         self.gateway = RunningGateway(config)
         self._more: list[FakeNode] = []
         self._background = ThreadPoolExecutor(4)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from base.errors import StartupError
+from kernels import ops
 from model.config import ModelSpec
 from model.loader import BackendName, choose_backend, read_spec
 
@@ -27,6 +28,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, lacking: str = "") -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None if lacking == "triton" else types.ModuleType("triton"))
     monkeypatch.setattr(shutil, "which", lambda name: None if lacking == "compiler" else f"/usr/bin/{name}")
+    monkeypatch.setattr(ops, "PYTHON_HEADER", Path("/lacking/Python.h") if lacking == "headers" else Path(__file__))
     if lacking == "kernels":
         for name in ("kernels.top_k", "kernels.launch"):
             monkeypatch.delitem(sys.modules, name, raising=False)
@@ -56,6 +58,7 @@ def test_triton_on_a_cpu_is_refused(spec: ModelSpec) -> None:
     [
         ("triton", "triton, which cannot be imported"),
         ("compiler", "C compiler"),
+        ("headers", r"Python's headers at run time, and there is no /lacking/Python\.h"),
         ("kernels", r"needs cuda\.bindings, .*: install hisparse-pd\[kernels\]; give --attention-backend torch"),
     ],
 )

@@ -17,7 +17,8 @@ from service.config import (
     drafts_of,
     is_loopback,
 )
-from service.node_model import NodeModel, check, claim_transfer_ports, use_device
+from service.node_checks import check, claim_transfer_ports
+from service.node_model import NodeModel, use_device
 
 
 def config(**flags: str) -> NodeConfig:

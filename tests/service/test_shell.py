@@ -1,5 +1,8 @@
 """What a node has around its loop."""
 
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,7 +11,7 @@ from control.messages import Cancel
 from control.plane import ControlPlane, ControlPlaneFailed
 from service import shell
 from service.config import NodeConfig
-from service.shell import NodeShell
+from service.shell import NodeShell, closing_command
 from tests.e2e.cluster import wait_until
 
 
@@ -58,3 +61,15 @@ def test_a_node_whose_control_thread_has_ended_ends_too(monkeypatch: pytest.Monk
             node.receive(0.0)
     finally:
         node.close()
+
+
+def test_open_transfer_ports_are_said_with_the_command_that_closes_them() -> None:
+    command = closing_command(NodeConfig(model_path=Path("none"), transfer_ports="15000-15015"))
+    assert "iifname != lo tcp dport 15000-15015 reject" in command
+    far = closing_command(NodeConfig(model_path=Path("none"), transfer_host="10.1.0.2"))
+    assert far.startswith("nft -f deploy/nftables/hisparse-pd.nft")
+    if os.geteuid() or not shutil.which("nft"):
+        pytest.skip("takes root and nftables")
+    loaded = ["unshare", "--net", "sh", "-c", f"{command} && nft list ruleset"]
+    listed = subprocess.run(loaded, capture_output=True, text=True, check=True).stdout
+    assert 'iifname != "lo" tcp dport 15000-15015 reject' in listed

@@ -1,5 +1,6 @@
 """Writes into the memory of another process: mapped only if it is that memory, and never past its owner's end."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 
 from tests.transfer.world import descriptors, write
 from transfer.memory import SharedMemory
-from transfer.shm import SharedMemoryChannel
+from transfer.shm import SharedMemoryChannel, maps_other_processes
 from transfer.transport import Unreachable
 from transfer.writer import TransferError
 
@@ -113,3 +114,13 @@ def test_a_write_to_an_owner_that_ended_is_an_error() -> None:
     channel.close()
     with pytest.raises(Unreachable):
         SharedMemoryChannel(owner.memory)
+
+
+def test_whether_other_processes_can_be_mapped_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert maps_other_processes()
+
+    def refused(path: str) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(os, "readlink", refused)
+    assert not maps_other_processes()

@@ -1,0 +1,37 @@
+"""What typer refuses, as an error of one line."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from base.errors import StartupError
+from cli.other_names import OTHER_NAMES
+
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+"""Of which a flag that is unknown is one, too."""
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Raises StartupError for what typer refuses, if one line says why."""
+    try:
+        yield
+    except typer.BadParameter as error:
+        raise StartupError(_rejection_reason(error)) from error
+    except UsageError as error:
+        if (name := getattr(error, "option_name", "")) in OTHER_NAMES:
+            raise StartupError(f"{name}: the flag is {OTHER_NAMES[name]}") from error
+        raise
+
+
+def _rejection_reason(error: typer.BadParameter) -> str:
+    """The flag, its value, and why that is invalid."""
+    from pydantic import ValidationError
+
+    reason = error.__cause__
+    if error.param is None or not isinstance(reason, ValidationError):
+        return error.format_message()
+    first = reason.errors()[0]
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{error.param.opts[0]} {first['input']}: {message[0].lower()}{message[1:]}"
