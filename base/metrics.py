@@ -97,6 +97,11 @@ class Metrics:
             "stage",
             "prompt",
         )
+        self.loop_delay = histogram(
+            "loop_delay_seconds",
+            "How late timers of a gateway's event loop run: how long work for one request holds up all others.",
+            _LATENCY,
+        )
         self.ttft = histogram("ttft_seconds", "Time from arrival of a request to its first token.", _LATENCY)
         self.inter_token = histogram("inter_token_seconds", "Time between tokens of one request.", _LATENCY)
         self.decode_batch_size = histogram("decode_batch_size", "Requests in a decode step.", _SIZES)

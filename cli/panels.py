@@ -18,10 +18,11 @@ PANELS: Mapping[str, str] = {
         prefill_timeout""",
     "Prefixes": "enable_prefix_caching fetch_prefixes prefix_cache_per_key routing max_routed_tokens",
     "KV transfer": "transfer_protocol transfer_host transfer_ports ib_device transfer_checksum transfer_timeout",
-    "Addresses and keys of processes": "host port metrics_port control_port control_host advertise_host key_dir insecure",
+    "Addresses and keys of processes": """host port metrics_port control_port control_host advertise_host key_dir
+        insecure""",
     "Clients": """api_keys api_key_file priority_key_file allow_priority allowed_origins ssl_certfile
         ssl_keyfile""",
-    "Requests": "request_timeout chat_template tool_call_parser reasoning_parser strict_fields",
+    "Requests": "request_timeout token_timeout migration_limit chat_template tool_call_parser reasoning_parser strict_fields",
     "Limits": """max_concurrent_requests max_body_mib max_total_body_mib max_answer_mib max_total_answer_mib
         header_timeout""",
     "Logs": "log_level log_format",

@@ -37,6 +37,7 @@ from gateway.decode_client import SWEEP_S, DecodeClient
 from gateway.errors import ApiError, unavailable
 from gateway.held_answers import HeldAnswers
 from gateway.keys import ApiKeys
+from gateway.loop_watch import watch_loop
 from gateway.prefix_routing import PrefixIndex
 from gateway.preparer import Preparer, chat_format_of
 from gateway.registry import NodeRegistry
@@ -184,18 +185,19 @@ class Gateway:
         sweeping = asyncio.create_task(self._client.sweep())
         serving = asyncio.gather(*(server.serve() for server in self._servers))
         watching = asyncio.create_task(self._watch_nodes())
+        running = sweeping, watching, asyncio.create_task(watch_loop(self.metrics.loop_delay))
         stopping = asyncio.create_task(self._drained())
-        await asyncio.wait((serving, stopping, sweeping, watching), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((serving, stopping, *running), return_when=asyncio.FIRST_COMPLETED)
         log.info("gateway stops", requests=self._client.in_flight)
         for server in self._servers:
             server.should_exit = True
         await self._client.close(_CANCEL_AT_STOP_S)
         await serving
-        for task in (sweeping, watching, stopping):
+        for task in (*running, stopping):
             task.cancel()
         self.control.stop()
         self._completer.close()
-        for task in (sweeping, watching):
+        for task in running:
             if task.done() and (failure := task.exception()):
                 raise failure
 
