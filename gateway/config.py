@@ -36,7 +36,13 @@ class GatewayConfig(ProcessConfig):
     control_port: ControlPort = 8001
     control_host: Annotated[str | None, Flag("Address to bind ZeroMQ to; default: --host.")] = None
     served_model_name: Annotated[str | None, Flag("Model name that clients use; default: the model path.")] = None
-    request_timeout: Annotated[float, Flag("Seconds after which a request is given up with 504.", min=0.1)] = 600.0
+    request_timeout: Annotated[float, Flag("Seconds after which a request is given up with 504.", min=0.1)] = 3600.0
+    token_timeout: Annotated[
+        float, Flag("Seconds without a new token after which a request is given up with 504.", min=0.1)
+    ] = 600.0
+    migration_limit: Annotated[
+        int, Flag("How often a request that has begun may move to another decode node when its own fails.", min=0)
+    ] = 3
     api_keys: Annotated[
         tuple[str, ...],
         Flag(
