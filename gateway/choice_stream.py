@@ -44,7 +44,8 @@ class ChoiceStream:
 
     def __post_init__(self) -> None:
         self._request = self.prepared.tokenized[self.number]
-        self._text = self._new_text()
+        options = self.prepared.text
+        self._text = ChoiceText(self.tokenizer.detokenizer(options.skipped), options)
         self._tokens = 0
         self._ttft: float | None = None
         """Seconds."""
@@ -86,15 +87,9 @@ class ChoiceStream:
                 seconds=round(time.monotonic() - request.arrived, 4),
             )
 
-    def _new_text(self) -> ChoiceText:
-        options = self.prepared.text
-        return ChoiceText(self.tokenizer.detokenizer(options.skipped), options)
-
     def _read(self, output: Output) -> Delta:
         if output.start == 0:
-            self._text = self._new_text()
             self.prepared.cached[self.number] = output.cached_tokens
-            self._tokens = 0
         delta = self._text.push(output)
         if tokens := len(delta.tokens):
             now = time.monotonic()

@@ -156,7 +156,8 @@ class Generation:
         self.deaths += failure.died
         self.migrations += begun or failure.died
         if self.deaths >= MAX_DEATHS:
-            raise self.request.failed(f"the request was lost at its decode node, like at {self.deaths - 1} before")
+            lost = f"the request was at {self.deaths} decode nodes when they were lost, and goes to no other"
+            raise ApiError(500, f"{lost} (request {self.request.request_id})")
         if self.migrations > self.limits.migrations:
             raise self.request.failed("the request was lost at its decode node")
 

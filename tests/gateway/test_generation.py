@@ -63,7 +63,7 @@ def test_a_request_that_was_at_two_nodes_when_they_died_goes_to_no_third(tokens:
     take(one, *tokens)
     one.failed(NODES[1], NodeFailed("aborted"))
     one.placed()
-    with pytest.raises(ApiError, match="lost at its decode node"):
+    with pytest.raises(ApiError, match="at 2 decode nodes when they were lost"):
         one.failed(NODES[2], NodeFailed("died", died=True))
 
 

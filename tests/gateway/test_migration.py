@@ -127,7 +127,7 @@ def test_a_request_that_kills_nodes_is_not_sent_to_a_third(fresh: World) -> None
         second.die()
         third = fresh.start_decode(port=second.port)
         rest = list(data)
-    assert "lost at its decode node, like at 1 before" in json.loads(rest[0])["error"]["message"]
+    assert "was at 2 decode nodes when they were lost" in json.loads(rest[0])["error"]["message"]
     assert rest[1:] == ["[DONE]"]
     assert third.generated == []
 
