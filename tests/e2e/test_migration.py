@@ -102,7 +102,15 @@ def bring_about(fault: signal.Signals, node: Node) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM], ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+    ids=lambda fault: fault.name,
+)
 def test_streams_go_on_token_for_token(cluster: Cluster, undisturbed: list[Any], fault: signal.Signals) -> None:
     gateway = cluster.nodes["gateway"]
     before = len(gateway.log)
