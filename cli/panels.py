@@ -22,7 +22,8 @@ PANELS: Mapping[str, str] = {
         insecure""",
     "Clients": """api_keys api_key_file priority_key_file allow_priority allowed_origins ssl_certfile
         ssl_keyfile""",
-    "Requests": "request_timeout token_timeout migration_limit chat_template tool_call_parser reasoning_parser strict_fields",
+    "Requests": """request_timeout token_timeout migration_limit chat_template tool_call_parser reasoning_parser
+        strict_fields""",
     "Limits": """max_concurrent_requests max_body_mib max_total_body_mib max_answer_mib max_total_answer_mib
         header_timeout""",
     "Logs": "log_level log_format",

@@ -12,7 +12,7 @@ import structlog
 from control.messages import FinishReason
 from decode_node.request import Request
 from engine.grammar.compiler import GrammarCompiler
-from engine.grammar.errors import CompilerBusy, GrammarError, UnsupportedTokenizer
+from engine.grammar.errors import CompilerBusy, GrammarError, GrammarViolation, UnsupportedTokenizer
 from engine.grammar.masks import Masks, MaskWriter
 from engine.grammar.state import CompiledGrammar
 from engine.grammar.vocabulary import Vocabulary
@@ -73,9 +73,12 @@ class Grammars:
                 continue
             del self._compiling[request_id]
             try:
-                request.grammar = compiled.result().start(request.generate.stop_token_ids)
+                request.grammar = compiled.result().start(request.generate.stop_token_ids, request.generated)
             except (GrammarError, UnsupportedTokenizer) as error:
                 refused.append((request, "invalid", str(error)))
+            except GrammarViolation as violation:
+                reason = f"its {len(request.generated)} tokens from another node do not fit its grammar: {violation}"
+                refused.append((request, "error", reason))
             except CompilerBusy as error:
                 refused.append((request, "abort", str(error)))
             except Exception as error:

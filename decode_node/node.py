@@ -72,19 +72,19 @@ class DecodeNode:
     def run(self) -> None:
         """Serve until told to stop; then finish what streams, hand over the rest, and end what is left.
 
-        Raises DeviceFailed, after every client has got its error, if the device does not work any more, and
-        GroupFailed, after the gateways were told to go elsewhere, if the group does not.
+        Raises DeviceFailed if the device does not work any more, and GroupFailed if the group does not, both after the
+        gateways were told to go elsewhere.
         """
         try:
             self._run()
         except GroupFailed as failure:
             self._shell.leave()
-            self._scheduler.end_streams("abort", str(failure))
+            self._scheduler.end_streams(str(failure))
             self._ranks.report(str(failure))
             raise
         except DeviceFailed as failure:
             self._shell.leave()
-            self._scheduler.end_streams("error", str(failure))
+            self._scheduler.end_streams(str(failure))
             raise
 
     def _run(self) -> None:

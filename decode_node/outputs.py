@@ -11,7 +11,7 @@ one that was given up (client or gateway gone, or an error) keeps its last outpu
 import math
 import time
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
@@ -50,7 +50,9 @@ class _NewToken(NamedTuple):
 class StreamedTokens:
     """Tokens by index, in arrays: 20 bytes each and 12 for each alternative. As objects they would take kilobytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 0) -> None:
+        """first: index of the first one."""
+        self._first = first
         self._ids = array("i")
         self._logprobs = array("d")
         """Not a number where none was asked for."""
@@ -62,6 +64,11 @@ class StreamedTokens:
     def __len__(self) -> int:
         return len(self._ids)
 
+    @property
+    def stop(self) -> int:
+        """Index of the next token."""
+        return self._first + len(self)
+
     def append(self, token: Token) -> None:
         self._ids.append(token.token_id)
         self._logprobs.append(math.nan if token.logprob is None else token.logprob)
@@ -72,7 +79,8 @@ class StreamedTokens:
 
     def between(self, start: int, stop: int) -> tuple[Token, ...]:
         """The tokens with an index in [start, stop) that there are."""
-        return tuple(self._token(index) for index in range(start, min(stop, len(self))))
+        places = range(max(start - self._first, 0), min(stop - self._first, len(self)))
+        return tuple(self._token(place) for place in places)
 
     def _token(self, index: int) -> Token:
         logprob = self._logprobs[index]
@@ -90,8 +98,8 @@ class _Stream:
 
     key: StreamKey
     gateway: Peer
+    tokens: StreamedTokens
     prompt: PromptLogprobTable | None = None
-    tokens: StreamedTokens = field(default_factory=StreamedTokens)
     last: Output | None = None
     cached_tokens: int = 0
 
@@ -119,7 +127,7 @@ class OutputStream:
         """Stream a token that was just appended to the request."""
         now = time.monotonic()
         index = len(request.generated) - 1
-        interval = now - request.last_token_at if index else None
+        interval = now - request.last_token_at if index > request.resumed_at else None
         if interval is None:
             self._metrics.ttft.observe(now - request.arrived)
         request.last_token_at = now
@@ -131,7 +139,7 @@ class OutputStream:
             stream.prompt = request.prompt_logprobs
             self._begun.append(stream)
         if finish_reason is None:
-            cached_tokens = 0 if index else stream.cached_tokens
+            cached_tokens = 0 if interval is not None else stream.cached_tokens
             self._new_of(stream.gateway).append(_NewToken(request.request_id, index, token, interval, cached_tokens))
             return
         if interval is not None:
@@ -175,11 +183,11 @@ class OutputStream:
         if stream is None:
             self.unknown(request_id, gateway)
             return
-        count = len(stream.tokens)
-        log.info("tokens are sent again", request_id=request_id, start=start, tokens=max(0, count - start))
+        stop = stream.tokens.stop
+        log.info("tokens are sent again", request_id=request_id, start=start, tokens=max(0, stop - start))
         if not start:
             self._send_prompt(stream)
-        for first in range(start, count, _TOKENS_AGAIN):
+        for first in range(start, stop, _TOKENS_AGAIN):
             tokens = stream.tokens.between(first, first + _TOKENS_AGAIN)
             cached_tokens = 0 if first else stream.cached_tokens
             output = Output(request_id=request_id, start=first, tokens=tokens, cached_tokens=cached_tokens)
@@ -229,7 +237,7 @@ class OutputStream:
         key = _key(request.request_id, request.gateway)
         stream = self._streams.get(key)
         if stream is None:
-            stream = self._streams[key] = _Stream(key, request.gateway)
+            stream = self._streams[key] = _Stream(key, request.gateway, StreamedTokens(request.resumed_at))
         return stream
 
     def _end(self, stream: _Stream, last: Output, reason: FinishReason) -> None:

@@ -62,8 +62,9 @@ _NEXT = {
 class Request:
     """A request and its tokens. The KV of every token but the newest is stored.
 
-    generated: ids of the tokens streamed so far. launched: the fewest tokens that it has when the steps that were
-    launched are read. drafts: of the tokens after the generated ones, which its next step verifies.
+    generated: ids of its tokens so far, the first `resumed_at` of which another node has streamed. launched: the fewest
+    tokens that it has when the steps that were launched are read. drafts: of the tokens after the generated ones, which
+    its next step verifies.
     """
 
     generate: Generate
@@ -79,8 +80,8 @@ class Request:
     again_at: float = 0.0
     """When a node that has failed it may be asked again (time.monotonic)."""
     host_slots: HostSlots | None = None
-    generated: list[int] = field(default_factory=list)
-    launched: int = 0
+    generated: list[int] = field(init=False)
+    launched: int = field(init=False)
     drafts: tuple[int, ...] = ()
     last_token_at: float = 0.0
     grammar: GrammarState | None = None
@@ -93,6 +94,15 @@ class Request:
     """Whether its KV may be cached. Not if something may still be written to its slots, be it the same."""
     prompt_logprobs: PromptLogprobTable | None = None
     """Those of its prompt, if they are asked for, once the prompt has landed for the first time."""
+
+    def __post_init__(self) -> None:
+        self.generated = list(self.generate.generated)
+        self.launched = len(self.generated)
+
+    @property
+    def resumed_at(self) -> int:
+        """Index of the first token that this node generates."""
+        return len(self.generate.generated)
 
     @cached_property
     def random(self) -> RandomStream:
@@ -241,7 +251,7 @@ class Limits:
         if prompt + new - 1 > self.host_slots:
             return f"{prompt + new - 1} tokens of KV exceed the host pool of {self.host_slots}"
         largest = int(generate.prompt.max())
-        for token_ids in (generate.stop_token_ids, *_named_tokens(generate.sampling)):
+        for token_ids in (generate.generated, generate.stop_token_ids, *_named_tokens(generate.sampling)):
             largest = max(largest, *token_ids, 0)
         if largest >= self.vocab_size:
             return f"token id {largest} is outside the vocabulary of {self.vocab_size}"

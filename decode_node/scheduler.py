@@ -296,17 +296,14 @@ class Scheduler:
         """
         self._draining = True
         for request in list(self.requests.values()):
-            if streaming or not request.generated:
+            if streaming or len(request.generated) == request.resumed_at:
                 self.end(request, "abort", reason)
         self.outputs.flush()
 
-    def end_streams(self, reason: FinishReason, error: str) -> None:
-        """Tell every gateway how its requests end. Nothing is released: this process ends.
-
-        reason: `abort` has gateways try another node, `error` does not.
-        """
+    def end_streams(self, error: str) -> None:
+        """Tell every gateway that this node is lost. Nothing is released: this process ends."""
         for request in self.requests.values():
-            self.outputs.end(request, reason, error)
+            self.outputs.end(request, "lost", error)
         self.outputs.flush()
 
     def _close(self, request: Request, reason: FinishReason, error: str | None = None) -> None:

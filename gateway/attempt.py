@@ -11,12 +11,11 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import structlog
 
-from base.block_hashes import BlockHashes
 from control.messages import FurtherChoice, Generate, Output, Peer, Token
 from control.prompt_logprobs import PromptLogprobs, PromptLogprobTable
 from gateway.errors import ApiError
+from gateway.generation import Generation, NodeFailed, TokenizedRequest
 from gateway.held_answers import HeldBytes
-from gateway.outcome import Outcome
 
 log = structlog.get_logger(__name__)
 
@@ -26,45 +25,6 @@ _TOKEN_BYTES = 120
 """What a token takes in it, and as much each of its alternatives."""
 
 
-@dataclass(frozen=True)
-class TokenizedRequest:
-    """What a decode node is to generate. arrived, deadline: in time.monotonic.
-
-    generate: without `further` and the prefill nodes. A thread makes it: the validation of a long prompt takes long.
-    """
-
-    generate: Generate
-    streams: bool
-    """Whether the client gets tokens as they come, rather than all of them at the end."""
-    arrived: float
-    deadline: float
-    block_hashes: BlockHashes | None = field(default=None, compare=False)
-    """Of the prompt's blocks, by which the gateway looks for a node that has them; None if it does not."""
-    structure_field: str | None = None
-    """The field of the body that the grammar was made of."""
-    outcome: Outcome = field(init=False, compare=False, default_factory=Outcome)
-
-    @property
-    def request_id(self) -> str:
-        return self.generate.request_id
-
-    @property
-    def prompt_ids(self) -> tuple[int, ...]:
-        return self.generate.prompt_ids
-
-    @property
-    def group(self) -> str:
-        """The same for all choices of one prompt, which are generated at one node as long as it does not fail them."""
-        return self.generate.group or self.request_id
-
-    @property
-    def tokens(self) -> int:
-        return len(self.prompt_ids) + self.generate.max_new_tokens
-
-    def failed(self, what: str) -> ApiError:
-        return ApiError(500, f"{what} (request {self.request_id}); try again")
-
-
 EndReason: TypeAlias = Literal["stop", "length"]
 
 
@@ -72,9 +32,9 @@ class Delta(NamedTuple):
     """What new tokens add to an answer. A named tuple: a frozen dataclass takes three times as long to make.
 
     text: that of a token may come with a later delta. offsets: where in the answer's text each token begins, counted
-    with the stop string. first: the answer begins with these tokens; earlier ones came from a node that failed. stop:
-    the stop string, or the token of the request's `stop_token_ids`, that ended the answer. prompt: with the first
-    tokens, the prompt's log probabilities, if asked for.
+    with the stop string. first: the answer begins with these tokens. stop: the stop string, or the token of the
+    request's `stop_token_ids`, that ended the answer. prompt: with the first tokens, the prompt's log probabilities, if
+    asked for.
     """
 
     text: str
@@ -109,7 +69,10 @@ class PendingGenerate:
         """What the node is told, but for the prefill nodes."""
         # The first of a message is the one that may ask for the log probabilities of the prompt.
         requests = sorted(self.unanswered.values(), key=lambda generate: generate.prompt_logprobs is None)
-        further = tuple(FurtherChoice(request_id=one.request_id, seed=one.sampling.seed) for one in requests[1:])
+        further = tuple(
+            FurtherChoice(request_id=one.request_id, seed=one.sampling.seed, generated=one.generated)
+            for one in requests[1:]
+        )
         return requests[0].model_copy(update={"further": further})
 
 
@@ -119,14 +82,6 @@ class PendingGroup:
 
     cached: Mapping[str, int]
     by_node: dict[str, PendingGenerate] = field(default_factory=dict)
-
-
-class NodeFailed(Exception):
-    """This decode node does not finish the request; another may. retry_after: seconds until its queue may have room."""
-
-    def __init__(self, reason: str, retry_after: float | None = None) -> None:
-        super().__init__(reason)
-        self.retry_after = retry_after
 
 
 @dataclass
@@ -143,18 +98,18 @@ class _Gap:
 class Attempt:
     """A request at one decode node. Belongs to the gateway's event loop.
 
-    read: makes a delta of an output as soon as it arrives. Each output begins after the tokens that were read, and the
-    first one with token 0. It may find that the answer ends with it. held: counts deltas until they are taken.
+    generate: what the node is asked for, under the id of this try. read: makes a delta of an output as soon as it
+    arrives. Each output begins after the tokens that were read, those of earlier tries included. It may find that the
+    answer ends with it. held: counts deltas until they are taken.
     """
 
-    request: TokenizedRequest
+    generation: Generation
+    generate: Generate
     node: Peer
     started: float
     read: Callable[[Output], Delta]
     held: HeldBytes
     sink: DeltaSink
-    received: int = 0
-    """Tokens that have arrived, none missing before the last."""
     gap: _Gap | None = None
     """What has to be sent again; another object when that begins elsewhere."""
     pending: PendingGenerate | None = None
@@ -175,14 +130,23 @@ class Attempt:
     """Done when `next` has something to return. An asyncio.Queue costs several times as much."""
 
     def __post_init__(self) -> None:
-        asked, tokens = self.request.generate.prompt_logprobs, len(self.request.prompt_ids)
+        asked, tokens = self.generate.prompt_logprobs, len(self.generate.prompt_ids)
         self.prompt = None if asked is None else PromptLogprobTable(tokens, asked)
+
+    @property
+    def request(self) -> TokenizedRequest:
+        return self.generation.request
+
+    @property
+    def received(self) -> int:
+        """Tokens that have arrived in all tries, none missing before the last."""
+        return len(self.generation.token_ids)
 
     def deliver(self, output: Output, now: float) -> None:
         """Take new tokens. Ignores repeated ones."""
         if self.over:
             return
-        if output.finish_reason in ("error", "abort", "invalid"):
+        if output.finish_reason in ("error", "abort", "lost", "invalid"):
             self.over, self.gap = True, None
             self.fail(self._failure(output))
         elif output.prompt_logprobs is not None:
@@ -197,6 +161,10 @@ class Attempt:
         if self.failure is None:
             self.failure = reason
             self._wake()
+
+    def died(self, reason: str) -> None:
+        """The node has died or was cut off. One that never answered did not die of the request."""
+        self.fail(NodeFailed(reason, died=self.pending is None))
 
     async def next(self) -> Sequence[Delta]:
         """What has arrived and the sink has not taken: at least one delta. Raises `failure`. Only one task may wait."""
@@ -234,7 +202,7 @@ class Attempt:
     def _take(self, output: Output, now: float) -> None:
         if output.start < self.received:
             output = output._replace(start=self.received, tokens=output.tokens[self.received - output.start :])
-        self.received += len(output.tokens)
+        self.generation.took(output.tokens, now)
         if self.gap is not None and output.tokens:
             self.gap.since = now
             if self.received >= self.gap.known:
@@ -267,8 +235,9 @@ class Attempt:
         self._waiting_bytes += size
 
     def _failure(self, output: Output) -> Exception:
-        if output.finish_reason == "abort":
-            return NodeFailed(f"aborted by its decode node: {output.error or 'no reason given'}")
+        if output.finish_reason in ("abort", "lost"):
+            reason = f"aborted by its decode node: {output.error or 'no reason given'}"
+            return NodeFailed(reason, died=output.finish_reason == "lost")
         if output.finish_reason == "invalid":
             field, reason = self.request.structure_field, output.error or "the request cannot be carried out"
             return ApiError(400, reason if field is None else f"{field}: {reason}", param=field)

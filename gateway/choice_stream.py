@@ -44,7 +44,8 @@ class ChoiceStream:
 
     def __post_init__(self) -> None:
         self._request = self.prepared.tokenized[self.number]
-        self._text = self._new_text()
+        options = self.prepared.text
+        self._text = ChoiceText(self.tokenizer.detokenizer(options.skipped), options)
         self._outcome = self._request.outcome
         self._last = 0.0
         """When the last token arrived (time.monotonic)."""
@@ -74,15 +75,9 @@ class ChoiceStream:
         finally:
             self.metrics.requests_finished.labels(reason=self._outcome.reason).inc()
 
-    def _new_text(self) -> ChoiceText:
-        options = self.prepared.text
-        return ChoiceText(self.tokenizer.detokenizer(options.skipped), options)
-
     def _read(self, output: Output) -> Delta:
         if output.start == 0:
-            self._text = self._new_text()
             self._outcome.cached_tokens = output.cached_tokens
-            self._outcome.tokens = 0
         delta = self._text.push(output)
         if tokens := len(delta.tokens):
             now = time.monotonic()

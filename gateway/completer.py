@@ -95,7 +95,7 @@ class Completer:
             return work(request)
 
         try:
-            async with asyncio.timeout(self.config.request_timeout):
+            async with asyncio.timeout(min(self.config.request_timeout, self.config.token_timeout)):
                 return await asyncio.get_running_loop().run_in_executor(threads, parsed)
         except TimeoutError:
             raise timed_out() from None

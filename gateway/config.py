@@ -47,7 +47,13 @@ class GatewayConfig(ProcessConfig):
             "Model name that clients use, and that answers have; may be repeated for further ones; default: the path."
         ),
     ] = ()
-    request_timeout: Annotated[float, Flag("Seconds after which a request is given up with 504.", min=0.1)] = 600.0
+    request_timeout: Annotated[float, Flag("Seconds after which a request is given up with 504.", min=0.1)] = 3600.0
+    token_timeout: Annotated[
+        float, Flag("Seconds without a new token after which a request is given up with 504.", min=0.1)
+    ] = 600.0
+    migration_limit: Annotated[
+        int, Flag("How often a request that has begun may move to another decode node when its own fails.", min=0)
+    ] = 3
     api_keys: Annotated[
         tuple[str, ...],
         Flag(

@@ -1,8 +1,8 @@
 """Runs requests on the decode nodes.
 
-A request is at one decode node at a time. Choices of one prompt are requests of their own, which a node is asked for in
-one message. If the node refuses a request, dies or falls silent, the next node begins it anew if the client has no
-token of it; otherwise the request fails. However a request ends, a node that may still work on it is told to stop.
+Choices of one prompt are requests of their own, which a node is asked for in one message. If the node refuses a
+request, dies or falls silent, another node goes on after the tokens that have arrived (`gateway.generation`). However a
+request leaves a node, a node that may still work on it is told to stop.
 
 The client is told what kind of failure it was, and the request's id. The nodes' reasons are for the log.
 """
@@ -16,8 +16,9 @@ import structlog
 
 from control.messages import Accepted, Cancel, Ended, Output, Outputs, Peer, Rejected, Resend
 from control.plane import ControlPlane
-from gateway.attempt import Attempt, Delta, DeltaSink, NodeFailed, PendingGenerate, PendingGroup, TokenizedRequest
+from gateway.attempt import Attempt, Delta, DeltaSink, PendingGenerate, PendingGroup
 from gateway.errors import ApiError, context_length_exceeded, timed_out, unavailable
+from gateway.generation import Generation, GenerationLimits, NodeFailed, Phase, TokenizedRequest
 from gateway.held_answers import HeldBytes
 from gateway.registry import SILENT_AFTER_S, NodeRegistry
 
@@ -36,10 +37,12 @@ _Key = tuple[str, str, str]
 class DecodeClient:
     """Runs requests on the decode nodes. Not thread safe: the gateway's event loop owns it."""
 
-    def __init__(self, control: ControlPlane, registry: NodeRegistry) -> None:
+    def __init__(self, control: ControlPlane, registry: NodeRegistry, limits: GenerationLimits) -> None:
         self._control = control
+        self._limits = limits
         self._registry = registry
         self._attempts: dict[str, Attempt] = {}
+        """By the id of the try."""
         self._groups: dict[str, dict[str, Attempt]] = {}
         """The same attempts by group: choices of one prompt."""
         self._pending: dict[str, PendingGroup] = {}
@@ -61,28 +64,29 @@ class DecodeClient:
         self, request: TokenizedRequest, read: Callable[[Output], Delta], held: HeldBytes, sink: DeltaSink
     ) -> AsyncGenerator[Sequence[Delta], None]:
         """What `read` makes of outputs, less what the sink takes. Raises ApiError. Closing it cancels the request."""
-        failures: dict[str, NodeFailed] = {}
-        while True:
-            attempt = self._begin(request, failures, read, held, sink)
-            try:
-                while True:
-                    arrived = await attempt.next()
-                    yield arrived
-                    if arrived[-1].finish_reason is not None:
-                        return
-            except NodeFailed as failure:
-                log.warning(
-                    "decode node failed a request",
-                    request_id=request.request_id,
-                    node=attempt.node.address,
-                    reason=str(failure),
-                    tokens=attempt.received,
-                )
-                if attempt.received and request.streams:
-                    raise request.failed("the request was lost at its decode node") from failure
-                failures[attempt.node.boot_id] = failure
-            finally:
-                self._end(attempt)
+        generation = Generation(request, self._limits)
+        try:
+            while True:
+                attempt = await self._place(generation, read, held, sink)
+                try:
+                    while True:
+                        arrived = await attempt.next()
+                        yield arrived
+                        if arrived[-1].finish_reason is not None:
+                            return
+                except NodeFailed as failure:
+                    log.warning(
+                        "decode node failed a request",
+                        request_id=attempt.generate.request_id,
+                        node=attempt.node.address,
+                        reason=str(failure),
+                        tokens=attempt.received,
+                    )
+                    generation.failed(attempt.node, failure)
+                finally:
+                    self._end(attempt)
+        finally:
+            generation.move(Phase.ENDED)
 
     def deliver(self, sender: Peer, message: Accepted | Rejected | Outputs) -> None:
         """Take a decode node's message."""
@@ -113,12 +117,12 @@ class DecodeClient:
             swept = now
             for attempt in self._attempts.values():
                 heard = self._control.last_heard(attempt.node.boot_id)
-                if now > attempt.request.deadline:
+                if attempt.generation.is_overdue(now):
                     attempt.fail(timed_out())
                 elif self._registry.replaced(attempt.node):
-                    attempt.fail(NodeFailed("the decode node was restarted"))
+                    attempt.died("the decode node was restarted")
                 elif not stopped and now - max(attempt.started, heard or 0.0) > SILENT_AFTER_S:
-                    attempt.fail(NodeFailed(f"the decode node fell silent for {SILENT_AFTER_S:g} s"))
+                    attempt.died(f"the decode node fell silent for {SILENT_AFTER_S:g} s")
                 elif attempt.gap is not None and now - attempt.gap.since > RESEND_FOR_S:
                     lost = f"tokens {attempt.gap.start} to {attempt.gap.stop - 1} were lost on the way"
                     attempt.fail(attempt.request.failed(lost))
@@ -138,10 +142,30 @@ class DecodeClient:
         while (self._attempts or self._cancelling) and time.monotonic() < until:
             await asyncio.sleep(0.01)
 
-    def _choose(
-        self, request: TokenizedRequest, failures: Mapping[str, NodeFailed], now: float, cached: Mapping[str, int]
-    ) -> Peer:
-        """The best node that did not fail a request. failures, cached: by boot id. Raises ApiError if there is none."""
+    async def _place(
+        self, generation: Generation, read: Callable[[Output], Delta], held: HeldBytes, sink: DeltaSink
+    ) -> Attempt:
+        """Begin a try. One with tokens waits while all nodes are full. Raises ApiError if no node can take it."""
+        request = generation.request
+        while True:
+            try:
+                return self._begin(generation, read, held, sink)
+            except ApiError as error:
+                if not generation.token_ids or self._closed:
+                    raise
+                if error.code != "queue_full":
+                    if request.streams:
+                        raise request.failed("the request was lost at its decode node") from error
+                    raise
+                wait = error.retry_after or 1.0
+            await asyncio.sleep(wait)
+            if generation.is_overdue():
+                raise timed_out()
+            generation.forget_full()
+
+    def _choose(self, generation: Generation, now: float, cached: Mapping[str, int]) -> Peer:
+        """The best node that did not fail a request. cached: by boot id. Raises ApiError if there is none."""
+        request, failures = generation.request, generation.failures
         # A node that generates other choices of the same prompt comes first.
         others = self._groups.get(request.group, {}).values()
         nodes = (other.node for other in others if other.node.boot_id not in failures and other.failure is None)
@@ -157,28 +181,26 @@ class DecodeClient:
         return node
 
     def _begin(
-        self,
-        request: TokenizedRequest,
-        failures: Mapping[str, NodeFailed],
-        read: Callable[[Output], Delta],
-        held: HeldBytes,
-        sink: DeltaSink,
+        self, generation: Generation, read: Callable[[Output], Delta], held: HeldBytes, sink: DeltaSink
     ) -> Attempt:
         """Begin an attempt. Choices that begin together are asked for together. Raises ApiError if there is no node."""
-        now, group = time.monotonic(), request.group
+        now, request = time.monotonic(), generation.request
+        group = request.group
         pending = self._pending.get(group)
         if pending is None:
             pending = self._pending[group] = PendingGroup(self._registry.cached(request.block_hashes))
             # Nodes refuse choices one by one. They should go to the next node together, too.
-            wait = _GATHER_S if failures and request.generate.group else 0.0
+            wait = _GATHER_S if generation.failures and request.generate.group else 0.0
             asyncio.get_running_loop().call_later(wait, self._ask, group)
-        attempt = Attempt(request, self._choose(request, failures, now, pending.cached), now, read, held, sink)
-        request.outcome.nodes.append(attempt.node.address)
-        self._attempts[request.request_id] = attempt
-        self._groups.setdefault(group, {})[request.request_id] = attempt
-        attempt.pending = pending.by_node.setdefault(attempt.node.boot_id, PendingGenerate(attempt.node))
-        attempt.pending.unanswered[request.request_id] = request.generate
-        self._registry.assign(attempt.node, request.tokens)
+        node = self._choose(generation, now, pending.cached)
+        attempt = Attempt(generation, generation.placed(), node, now, read, held, sink)
+        request_id = attempt.generate.request_id
+        request.outcome.nodes.append(node.address)
+        self._attempts[request_id] = attempt
+        self._groups.setdefault(group, {})[request_id] = attempt
+        attempt.pending = pending.by_node.setdefault(node.boot_id, PendingGenerate(node))
+        attempt.pending.unanswered[request_id] = attempt.generate
+        self._registry.assign(node, request.tokens)
         return attempt
 
     def _ask(self, group: str) -> None:
@@ -188,7 +210,8 @@ class DecodeClient:
             if not pending.unanswered:
                 continue
             message = pending.message()
-            prompt_tokens = len(message.prompt_ids)
+            generated = max(len(one.generated) for one in pending.unanswered.values())
+            prompt_tokens = len(message.prompt_ids) + generated
             prefill_nodes = self._registry.rank_prefill(now, prompt_tokens, group_pending.cached)
             for_prefill = {
                 "prefill_nodes": tuple(prefill_nodes),
@@ -203,7 +226,7 @@ class DecodeClient:
 
     def _end(self, attempt: Attempt) -> None:
         """The one way in which an attempt ends."""
-        request_id, group = attempt.request.request_id, attempt.request.group
+        request_id, group = attempt.generate.request_id, attempt.request.group
         del self._attempts[request_id], self._groups[group][request_id]
         if not self._groups[group]:
             del self._groups[group]
@@ -245,13 +268,13 @@ class DecodeClient:
         """The node need not be asked for it again."""
         pending, attempt.pending = attempt.pending, None
         if pending is not None:
-            pending.unanswered.pop(attempt.request.request_id, None)
+            pending.unanswered.pop(attempt.generate.request_id, None)
             if not pending.unanswered and pending.key is not None:
                 self._control.answered(pending.key)
 
     def _ask_again(self, attempt: Attempt) -> None:
         """Ask for the tokens of a gap that is new, or no longer for those of one that is closed."""
-        request_id, node, gap = attempt.request.request_id, attempt.node, attempt.gap
+        request_id, node, gap = attempt.generate.request_id, attempt.node, attempt.gap
         key = _key("resend", request_id, node)
         if gap is None:
             self._control.answered(key)

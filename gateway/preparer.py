@@ -9,13 +9,13 @@ from base.block_hashes import BlockHasher
 from base.errors import StartupError
 from control.grammar import Grammar, Lark
 from control.messages import Generate
-from gateway.attempt import TokenizedRequest
 from gateway.chat_reading import ChatReading
 from gateway.config import GatewayConfig
 from gateway.detokenizer import TextOptions
 from gateway.errors import ApiError, shown
 from gateway.formats.conversation import FormatError
 from gateway.formats.families import ChatFormat, choose_format
+from gateway.generation import TokenizedRequest
 from gateway.registry import Capacity
 from gateway.requests.chat import ChatCompletionRequest, ConvertedRequest
 from gateway.requests.completions import CompletionRequest, Prompt

@@ -35,6 +35,7 @@ from gateway.completer import Completer
 from gateway.config import API_KEYS_VARIABLE, GatewayConfig
 from gateway.decode_client import SWEEP_S, DecodeClient
 from gateway.errors import ApiError, unavailable
+from gateway.generation import GenerationLimits
 from gateway.held_answers import HeldAnswers
 from gateway.keys import ApiKeys
 from gateway.loop_watch import watch_loop
@@ -124,7 +125,9 @@ class Gateway:
         """By address, why a node was refused last. It asks every second but is logged once."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event = asyncio.Event()
-        self._client = DecodeClient(self.control, self.registry)
+        self._client = DecodeClient(
+            self.control, self.registry, GenerationLimits(config.migration_limit, config.token_timeout)
+        )
         self._completer = Completer(
             config,
             Preparer(tokenizer, chat_format, BlockHasher(cache_seed(cluster_keys)) if by_prefix else None),

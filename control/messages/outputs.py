@@ -15,8 +15,9 @@ from base.wire import Identifier, UInt, WireModel
 from control.messages.common import DECODE, Message, TokenId
 from control.prompt_logprobs import PromptLogprobs
 
-FinishReason = Literal["stop", "length", "abort", "error", "invalid"]
-"""Why a request ended. abort: another node may do it. error: it failed. invalid: no node can carry it out."""
+FinishReason = Literal["stop", "length", "abort", "lost", "error", "invalid"]
+"""Why a request ended. abort: another node may do it. lost: the same, and this node fails with all of its requests.
+error: it failed. invalid: no node can carry it out."""
 
 _INT = np.dtype("<i4")
 

@@ -3,11 +3,11 @@
 from array import array
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from base.wire import Identifier, UInt, WireModel
 from control.grammar import Grammar
@@ -61,14 +61,19 @@ class FurtherChoice(WireModel):
 
     request_id: Identifier
     seed: UInt
+    generated: TokenIds = ()
 
 
 class Generate(Message, sent_by=GATEWAY):
-    """Gateway to decode node: take these requests. Repeated until Accepted, Rejected or Outputs answers each."""
+    """Gateway to decode node: take these requests. Repeated until Accepted, Rejected or Outputs answers each.
+
+    generated: tokens that another node has generated, fewer than `max_new_tokens`, which counts them. New ones follow.
+    """
 
     request_id: Identifier
     prompt_ids: Annotated[TokenIds, Field(min_length=1)]
     max_new_tokens: Annotated[int, Field(ge=1, lt=2**31)]
+    generated: TokenIds = ()
     sampling: Sampling = Sampling()
     stop_token_ids: TokenIds = ()
     priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
@@ -80,6 +85,13 @@ class Generate(Message, sent_by=GATEWAY):
     longest_prompts: dict[Identifier, UInt] = Field(default_factory=dict)
     prefill_ranks: dict[Identifier, RankPeers] = Field(default_factory=dict)
     further: Annotated[tuple[FurtherChoice, ...], Field(max_length=MAX_CHOICES - 1)] = ()
+
+    @model_validator(mode="after")
+    def _check_generated(self) -> Self:
+        most = max(len(self.generated), *(len(choice.generated) for choice in self.further), 0)
+        if most >= self.max_new_tokens:
+            raise ValueError(f"generated: expected fewer than max_new_tokens {self.max_new_tokens}, found {most}")
+        return self
 
     @cached_property
     def packed_prompt(self) -> "array[int]":
@@ -97,8 +109,8 @@ class Generate(Message, sent_by=GATEWAY):
         yield self.model_copy(update={"further": ()})
         for choice in self.further:
             sampling = self.sampling.model_copy(update={"seed": choice.seed})
-            own = {"request_id": choice.request_id, "sampling": sampling, "prompt_logprobs": None, "further": ()}
-            yield self.model_copy(update=own)
+            own = {"request_id": choice.request_id, "sampling": sampling, "generated": choice.generated}
+            yield self.model_copy(update={**own, "prompt_logprobs": None, "further": ()})
 
 
 class Accepted(Message, sent_by=DECODE):

@@ -70,6 +70,7 @@ def sample_messages() -> list[Message]:
             prefill_nodes=(ME,),
         ),
         Generate(request_id="r", prompt_ids=(1,), max_new_tokens=3, further=(FurtherChoice(request_id="s", seed=1),)),
+        Generate(request_id="r", prompt_ids=(1,), max_new_tokens=3, generated=(7, 8)),
         Cancel(request_id="r"),
         ChunkTaken(attempt=ATTEMPT, number=2),
         Outputs.of([Output("r", 3, (Token(7, -0.5, ((7, -0.5),)),)), Output("s", 0, finish_reason="abort")]),
@@ -106,6 +107,20 @@ def test_a_request_beyond_the_bounds_of_one_client_is_malformed(field: str, valu
     message = Generate(request_id="r", prompt_ids=(1,), max_new_tokens=1).model_copy(update={"sampling": sampling})
     with pytest.raises(MalformedMessage, match=f"Generate: sampling.{field}"):
         decode(encode(message, GATEWAY))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"generated": (1, 2)}, {"further": ({"request_id": "s", "seed": 1, "generated": (1, 2)},)}]
+)
+def test_a_request_that_has_all_its_tokens_is_malformed(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected fewer than max_new_tokens 2, found 2"):
+        Generate(request_id="r", prompt_ids=(1,), max_new_tokens=2, **fields)
+
+
+def test_each_choice_of_a_message_has_tokens_of_its_own() -> None:
+    further = (FurtherChoice(request_id="s", seed=1, generated=(5,)), FurtherChoice(request_id="t", seed=2))
+    message = Generate(request_id="r", prompt_ids=(1,), max_new_tokens=3, generated=(7, 8), further=further)
+    assert [one.generated for one in message.each()] == [(7, 8), (5,), ()]
 
 
 def test_a_message_asks_for_a_request_for_each_choice_which_share_the_rest() -> None:

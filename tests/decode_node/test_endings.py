@@ -163,8 +163,8 @@ def test_a_lost_device_ends_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     h.model.error = RuntimeError("an illegal memory access was encountered")
     with pytest.raises(DeviceFailed) as failure:
         h.turn()
-    h.scheduler.end_streams("error", str(failure.value))
-    ends = {output.request_id: output.error for output in h.control.outputs() if output.finish_reason == "error"}
+    h.scheduler.end_streams(str(failure.value))
+    ends = {output.request_id: output.error for output in h.control.outputs() if output.finish_reason == "lost"}
     assert ends == dict.fromkeys(("a", "waits"), str(failure.value))
 
 

@@ -73,9 +73,9 @@ def test_a_forward_pass_that_fails_ends_the_group_and_not_one_batch(harness: Wor
     with pytest.raises(GroupFailed, match="rank 0 failed: out of memory"):
         harness.run()
     assert "r" not in harness.ended
-    harness.scheduler.end_streams("abort", "rank 0 failed")
+    harness.scheduler.end_streams("rank 0 failed")
     (output,) = harness.control.outputs()
-    assert (output.finish_reason, output.error) == ("abort", "rank 0 failed")
+    assert (output.finish_reason, output.error) == ("lost", "rank 0 failed")
 
 
 def test_padding_that_fails_ends_the_group(harness: World, ranks: OtherRanks) -> None:

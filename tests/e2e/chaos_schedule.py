@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 PREFILL_NODES = ("prefill-shm", "prefill-tcp")
-DECODE_NODE = "decode"
+DECODE_NODES = ("decode-0", "decode-1")
+"""One of them always lives."""
 
 
 class Action(Enum):
@@ -34,9 +35,7 @@ _LASTS = {
 }
 _DECK = (
     *((action, node) for node in PREFILL_NODES for action in (Action.STOP, Action.STOP, Action.DEAFEN, Action.KILL)),
-    (Action.STOP, DECODE_NODE),
-    (Action.DEAFEN, DECODE_NODE),
-    (Action.KILL, DECODE_NODE),
+    *((action, node) for node in DECODE_NODES for action in (Action.STOP, Action.DEAFEN, Action.KILL)),
 )
 _GAP_S = (0.5, 5.0)
 _RESTART_S = 8.0
@@ -46,11 +45,12 @@ _QUIET_S = 5.0
 
 
 def schedule(seed: int, seconds: float) -> list[Fault]:
-    """Faults for so many seconds, dealt like a deck of cards, so that every kind comes; one at a time per node."""
+    """Faults for so many seconds, dealt like a deck of cards, so that every kind comes; one at a time per
+    prefill node, and one at a time of all decode nodes."""
     rng = random.Random(seed)
     faults: list[Fault] = []
     deck: list[tuple[Action, str]] = []
-    busy_until = dict.fromkeys((*PREFILL_NODES, DECODE_NODE), 0.0)
+    busy_until = dict.fromkeys((*PREFILL_NODES, *DECODE_NODES), 0.0)
     at = 0.0
     while True:
         deck = deck or rng.sample(_DECK, len(_DECK))
@@ -62,4 +62,5 @@ def schedule(seed: int, seconds: float) -> list[Fault]:
             return faults
         lasts = rng.uniform(*_LASTS[action])
         faults.append(Fault(at, action, node, lasts))
-        busy_until[node] = at + lasts + (_RESTART_S if action in (Action.KILL, Action.TERMINATE) else 1.0)
+        until = at + lasts + (_RESTART_S if action in (Action.KILL, Action.TERMINATE) else 1.0)
+        busy_until |= dict.fromkeys(DECODE_NODES if node in DECODE_NODES else (node,), until)

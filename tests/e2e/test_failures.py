@@ -91,25 +91,6 @@ def test_a_restarted_gateway_finds_its_nodes_and_requests_end(start_pair: StartP
     assert_exact(cluster.url, references["deepseek_v32"], [Job(PROMPT, 8)])
 
 
-def test_a_killed_decode_node_costs_its_streams_alone(start_cluster: StartCluster, references: References) -> None:
-    cluster = start_cluster()
-    prefill = cluster.prefill()
-    first = cluster.decode("decode-0", hisparse_config=HOT_BUFFER)
-    second = cluster.decode("decode-1", hisparse_config=HOT_BUFFER)
-    cluster.wait_ready()
-
-    with streamed(cluster.url, PROMPT, 4000) as lines:
-        next(lines)
-        busy = wait_until(
-            lambda: next((node for node in (first, second) if node.metric("requests", state="running")), None)
-        )
-        busy.kill()
-        assert any('"error"' in line for line in lines)
-    assert prefill.get("/health").status_code == 200
-
-    assert_exact(cluster.url, references["deepseek_v32"], [Job(PROMPT, 8)])
-
-
 def test_a_full_queue_is_429_with_retry_after_and_reopens(start_pair: StartPair) -> None:
     config = json.dumps({"device_buffer_size": 128, "host_pool_gib": 1100 * TOKEN_BYTES / 2**30})
     flags = {"max_running_requests": 1, "max_queued_requests": 1, "context_length": 1024}

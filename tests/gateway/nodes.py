@@ -67,7 +67,7 @@ class FakeNode(ScriptedNode):
 
 
 class FakeDecodeNode(FakeNode):
-    """Answers with the prompt over and over, one token per message.
+    """Answers with the prompt over and over, one token per message, after the tokens of another node if there are some.
 
     hold_after: how many tokens to send before waiting for a Cancel. reject: refuse with this code. chunks: send these
     token ids, one list per message, instead of the prompt.
@@ -81,6 +81,8 @@ class FakeDecodeNode(FakeNode):
         """Forget the script and what was seen."""
         self.hold_after: int | None = None
         self.reject: Literal["queue_full", "too_long", "draining"] | None = None
+        self.retry_after = 7.0
+        """Seconds, of refusals."""
         self.invalid: str | None = None
         """Why no node can carry requests out."""
         self.chunks: Sequence[Sequence[int]] | None = None
@@ -132,7 +134,7 @@ class FakeDecodeNode(FakeNode):
     def _generate(self, sender: Peer, request: Generate) -> None:
         if self.reject is not None:
             rejected = Rejected(
-                request_id=request.request_id, code=self.reject, reason="scripted refusal", retry_after=7.0
+                request_id=request.request_id, code=self.reject, reason="scripted refusal", retry_after=self.retry_after
             )
             self.control.send(sender, rejected)
             return
@@ -141,7 +143,7 @@ class FakeDecodeNode(FakeNode):
             ended = Output(request_id=request.request_id, start=0, finish_reason="invalid", error=self.invalid)
             self.send(sender, ended)
             return
-        start = 0
+        start, resumed_at = 0, len(request.generated)
         answer = self._answers[request.request_id] = []
         for number, piece in enumerate(self._prompt_logprobs(request)):
             output = Output(request_id=request.request_id, start=0, prompt_logprobs=piece)
@@ -149,6 +151,9 @@ class FakeDecodeNode(FakeNode):
             if number >= self.lost_prompt:
                 self.send(sender, output)
         for number, (ids, finish) in enumerate(self._script(request)):
+            if start + len(ids) <= resumed_at:
+                start += len(ids)
+                continue
             tokens = tuple(self._token(token_id, request) for token_id in ids)
             output = Output(request_id=request.request_id, start=start, tokens=tokens, finish_reason=finish)
             if not start:

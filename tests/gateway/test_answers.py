@@ -13,10 +13,11 @@ from gateway.answers.chat import ChatAnswer
 from gateway.answers.completions import CompletionAnswer
 from gateway.answers.openai import OpenAIAnswer
 from gateway.answers.streamed import Column, encode_json
-from gateway.attempt import Delta, TokenizedRequest
+from gateway.attempt import Delta
 from gateway.chat_reading import ChatReading
 from gateway.detokenizer import TextOptions
 from gateway.formats.tools import CallRules, ToolSet
+from gateway.generation import TokenizedRequest
 from gateway.preparer import ApiRequest, PreparedRequest
 from gateway.requests.chat import ChatCompletionRequest
 from gateway.requests.completions import CompletionRequest

@@ -124,8 +124,8 @@ def test_client_that_leaves_while_it_waits_cancels(fresh: World, stream: bool, h
 
 
 @pytest.mark.parametrize(("said", "restarts"), [(0, True), (2, True), (0, False)])
-def test_an_answer_that_has_not_begun_begins_anew_elsewhere(fresh: World, said: int, restarts: bool) -> None:
-    """At another node, or at the same address after a restart; one that does not stream also after its first token."""
+def test_an_answer_that_does_not_stream_goes_on_elsewhere(fresh: World, said: int, restarts: bool) -> None:
+    """At another node, or at the same address after a restart."""
     fresh.decode.hold_after = said
     posted = fresh.post_later(max_tokens=5, seed=7)
     wait_until(lambda: f'requests{{state="{"running" if said else "waiting"}"}} 1.0' in fresh.metrics())
@@ -136,7 +136,9 @@ def test_an_answer_that_has_not_begun_begins_anew_elsewhere(fresh: World, said: 
     answer = posted.result().json()
     assert answer["choices"][0]["text"] == "abcab"
     assert answer["usage"]["completion_tokens"] == 5
-    assert other.generated == fresh.decode.generated, "the same request, seed and all"
+    [before], [after] = fresh.decode.generated, other.generated
+    own = {"request_id": f"{before.request_id}.2", "generated": before.prompt_ids[:said]}
+    assert after == before.model_copy(update=own), "the same request, seed and all"
     assert 'requests_finished_total{reason="length"} 1.0' in fresh.metrics()
 
 
@@ -155,19 +157,7 @@ def test_clients_do_not_learn_what_went_wrong_inside(fresh: World, stream: bool,
         assert answer.status_code == 503
 
 
-def test_decode_node_dies_after_the_first_token(fresh: World) -> None:
-    fresh.decode.hold_after = 2
-    with fresh.stream() as data:
-        assert [json.loads(next(data))["choices"][0]["text"] for _ in range(2)] == ["a", "b"]
-        fresh.decode.die()
-        other = fresh.start_decode(port=fresh.decode.port)
-        rest = list(data)
-    assert rest[1:] == ["[DONE]"]
-    assert "lost at its decode node" in json.loads(rest[0])["error"]["message"]
-    assert not other.generated
-
-
-@pytest.mark.parametrize("fresh", [{"request_timeout": 0.3}], indirect=True)
+@pytest.mark.parametrize("fresh", [{"request_timeout": 0.3}, {"token_timeout": 0.3}], indirect=True)
 def test_deadline(fresh: World) -> None:
     fresh.decode.hold_after = 0
     answer = fresh.post()

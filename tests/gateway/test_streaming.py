@@ -8,7 +8,8 @@ import pytest
 
 from control.messages import FinishReason, Generate, Output, Peer, Token
 from gateway.answers.streamed import Json, StreamedAnswer
-from gateway.attempt import Attempt, Delta, DeltaSink, TokenizedRequest
+from gateway.attempt import Attempt, Delta, DeltaSink
+from gateway.generation import Generation, GenerationLimits, TokenizedRequest
 from gateway.streaming import EventStream
 from tests.gateway.world import held_answers
 
@@ -27,7 +28,8 @@ def read(output: Output) -> Delta:
 
 
 def attempt_with(sink: DeltaSink) -> Attempt:
-    return Attempt(REQUEST, NODE, 0.0, read, held_answers().account(), sink)
+    generation = Generation(REQUEST, GenerationLimits(migrations=3, token_timeout=9e9))
+    return Attempt(generation, generation.placed(), NODE, 0.0, read, held_answers().account(), sink)
 
 
 def say(attempt: Attempt, *ids: int, ends: FinishReason | None = None) -> None:

@@ -1,0 +1,175 @@
+"""A request from its first decode node to its last: the tokens that have arrived, and whether it may go on elsewhere.
+
+A request is at one decode node at a time. Token i depends on the seed, i and the tokens before it alone, so another
+node goes on after the tokens that have arrived. Each try has an id of its own on the wire: what an earlier try still
+sends belongs to no request, and is cancelled.
+"""
+
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from base.block_hashes import BlockHashes
+from control.messages import Generate, Peer, Token
+from gateway.errors import ApiError
+from gateway.outcome import Outcome
+
+MAX_DEATHS = 2
+"""A request that was at so many nodes when they died may be the cause: no further node gets it."""
+
+
+@dataclass(frozen=True)
+class TokenizedRequest:
+    """What a decode node is to generate. arrived, deadline: in time.monotonic.
+
+    generate: without `further` and the prefill nodes. A thread makes it: the validation of a long prompt takes long.
+    """
+
+    generate: Generate
+    streams: bool
+    """Whether the client gets tokens as they come, rather than all of them at the end."""
+    arrived: float
+    deadline: float
+    block_hashes: BlockHashes | None = field(default=None, compare=False)
+    """Of the prompt's blocks, by which the gateway looks for a node that has them; None if it does not."""
+    structure_field: str | None = None
+    """The field of the body that the grammar was made of."""
+    outcome: Outcome = field(init=False, compare=False, default_factory=Outcome)
+
+    @property
+    def request_id(self) -> str:
+        return self.generate.request_id
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self.generate.prompt_ids
+
+    @property
+    def group(self) -> str:
+        """The same for all choices of one prompt, which are generated at one node as long as it does not fail them."""
+        return self.generate.group or self.request_id
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompt_ids) + self.generate.max_new_tokens
+
+    def failed(self, what: str) -> ApiError:
+        return ApiError(500, f"{what} (request {self.request_id}); try again")
+
+
+class NodeFailed(Exception):
+    """This decode node does not finish the request; another may.
+
+    retry_after: seconds until its queue may have room. died: it died or was cut off when it had the request.
+    """
+
+    def __init__(self, reason: str, retry_after: float | None = None, died: bool = False) -> None:
+        super().__init__(reason)
+        self.retry_after = retry_after
+        self.died = died
+
+
+@dataclass(frozen=True)
+class GenerationLimits:
+    """migrations: how often a request may move to another node. token_timeout: seconds without a new token."""
+
+    migrations: int
+    token_timeout: float
+
+
+class Phase(Enum):
+    """Where a request is."""
+
+    PLACING = "placing"
+    """At no node: one is chosen, or all of them are full."""
+    WAITING = "waiting"
+    """At a node that has sent no token of it."""
+    STREAMING = "streaming"
+    """At a node that has sent tokens of it."""
+    ENDED = "ended"
+    """Finished, failed, or left by its client."""
+
+
+_NEXT = {
+    Phase.PLACING: {Phase.WAITING, Phase.ENDED},
+    Phase.WAITING: {Phase.STREAMING, Phase.PLACING, Phase.ENDED},
+    Phase.STREAMING: {Phase.PLACING, Phase.ENDED},
+    Phase.ENDED: set[Phase](),
+}
+
+
+@dataclass(eq=False, slots=True)
+class Generation:
+    """Owns what is known of a request across its tries. Belongs to the gateway's event loop.
+
+    token_ids: of all tokens that have arrived, none missing. failures: by boot id, nodes that the next try avoids.
+    """
+
+    request: TokenizedRequest
+    limits: GenerationLimits
+    phase: Phase = Phase.PLACING
+    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    failures: dict[str, NodeFailed] = field(default_factory=dict)
+    tries: int = 0
+    migrations: int = 0
+    deaths: int = 0
+    """How many nodes have died that had the request."""
+    progress_at: float = field(init=False)
+    """When the last token arrived (time.monotonic), or the request."""
+
+    def __post_init__(self) -> None:
+        self.progress_at = self.request.arrived
+
+    def move(self, to: Phase) -> None:
+        """The only way in which the phase changes. Raises RuntimeError if `to` cannot follow."""
+        if to not in _NEXT[self.phase]:
+            raise RuntimeError(f"request {self.request.request_id} is {self.phase.value} and cannot become {to.value}")
+        self.phase = to
+
+    def placed(self) -> Generate:
+        """Begin a try at a node. Returns what it is asked for."""
+        self.move(Phase.WAITING)
+        generate, self.tries = self.request.generate, self.tries + 1
+        if self.tries == 1:
+            return generate
+        own: dict[str, object] = {"request_id": f"{generate.request_id}.{self.tries}"}
+        if self.token_ids:
+            # The log probabilities of the prompt came before the first token.
+            own |= {"generated": tuple(self.token_ids), "prompt_logprobs": None}
+        return generate.model_copy(update=own)
+
+    def took(self, tokens: Sequence[Token], now: float) -> None:
+        """Tokens have arrived that follow those before."""
+        if not tokens:
+            return
+        if self.phase is Phase.WAITING:
+            self.move(Phase.STREAMING)
+        self.token_ids.extend([token.token_id for token in tokens])
+        self.progress_at = now
+
+    def failed(self, node: Peer, failure: NodeFailed) -> None:
+        """The try at a node has ended before the request. Raises ApiError if the request may not go to another one."""
+        begun = self.phase is Phase.STREAMING
+        self.move(Phase.PLACING)
+        if begun:
+            # Nodes that had no room for it then may have some now.
+            self.failures.clear()
+        self.failures[node.boot_id] = failure
+        self.deaths += failure.died
+        self.migrations += begun or failure.died
+        if self.deaths >= MAX_DEATHS:
+            lost = f"the request was at {self.deaths} decode nodes when they were lost, and goes to no other"
+            raise ApiError(500, f"{lost} (request {self.request.request_id})")
+        if self.migrations > self.limits.migrations:
+            raise self.request.failed("the request was lost at its decode node")
+
+    def forget_full(self) -> None:
+        """Nodes that were full may be asked again."""
+        self.failures = {boot: failure for boot, failure in self.failures.items() if failure.retry_after is None}
+
+    def is_overdue(self, now: float | None = None) -> bool:
+        """Whether it took too long, as a whole or since its last token."""
+        now = time.monotonic() if now is None else now
+        return now > self.request.deadline or now - self.progress_at > self.limits.token_timeout

@@ -1,0 +1,171 @@
+"""Requests whose decode node fails after their first tokens: another node goes on."""
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from control.messages import FinishReason, Output, Token
+from tests.gateway.nodes import FakeDecodeNode, wait_until
+from tests.gateway.world import World
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}
+ENDPOINTS = {
+    "/v1/completions": {"prompt": "abc", "max_tokens": 6},
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": {"input": "hi", "max_output_tokens": 6},
+    "/v1/messages": CHAT,
+}
+
+
+def restart(world: World, **script: Any) -> FakeDecodeNode:
+    """Another process at the decode node's address, which says the same."""
+    world.decode.die()
+    node = FakeDecodeNode(world.gateway.control_address, port=world.decode.port)
+    node.chunks = world.decode.chunks
+    for name, value in script.items():
+        setattr(node, name, value)
+    world._more.append(node)
+    return node.start()
+
+
+def texts(data: list[str]) -> str:
+    events = [json.loads(line) for line in data if line != "[DONE]"]
+    assert [event["error"] for event in events if "error" in event] == []
+    return "".join(event["choices"][0]["text"] for event in events if event["choices"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_an_answer_goes_on_as_if_nothing_had_happened(fresh: World, path: str, stream: bool) -> None:
+    def answered() -> Counter[str]:
+        """Without what differs between any two answers, and in pieces of any size."""
+        text = fresh.http.post(path, json={**ENDPOINTS[path], "stream": stream}).text
+        volatile = {"id", "created", "created_at", "completed_at", "item_id"}
+        lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith(("data: {", "{"))]
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: plain(each) for key, each in value.items() if key not in volatile}
+            return [plain(each) for each in value] if isinstance(value, list) else value
+
+        return Counter(json.dumps(plain(json.loads(line))) for line in lines)
+
+    fresh.decode.chunks = [[letter] for letter in b"abcdef"]
+    undisturbed = answered()
+    fresh.decode.hold_after = 3
+    posted = fresh._background.submit(answered)
+    wait_until(lambda: len(fresh.decode.generated) == 2)
+    wait_until(lambda: 'requests{state="running"} 1.0' in fresh.metrics())
+    other = restart(fresh)
+    assert posted.result() == undisturbed
+    before, [after] = fresh.decode.generated[1], other.generated
+    assert (after.generated, after.sampling) == (tuple(b"abc"), before.sampling)
+    assert after.request_id == f"{before.request_id}.2"
+
+
+@pytest.mark.parametrize("reason", ["abort", "lost"])
+def test_a_stream_moves_when_its_node_gives_it_up(fresh: World, reason: FinishReason) -> None:
+    """At the end of a drain, or because its device fails."""
+    fresh.decode.chunks = [[97], [98]]
+    fresh.decode.extra_outputs = [Output(request_id="-", start=2, finish_reason=reason, error="scripted")]
+    other = fresh.start_decode(queued_tokens=10**6)
+    other.chunks = [[letter] for letter in b"abcd"]
+    wait_until(lambda: 'nodes{role="decode"} 2.0' in fresh.metrics())
+    with fresh.stream(max_tokens=4, logprobs=1) as data:
+        assert texts(list(data)) == "abcd"
+    assert [one.generated for one in other.generated] == [(97, 98)]
+
+
+def test_each_choice_goes_on_with_its_own_tokens(fresh: World) -> None:
+    fresh.decode.chunks = [[letter] for letter in b"abcd"]
+    fresh.decode.hold_after = 2
+    posted = fresh.post_later(max_tokens=4, n=3, seed=5)
+    wait_until(lambda: 'requests{state="running"} 3.0' in fresh.metrics())
+    first, second, third = fresh.decode.generated
+    fresh.decode.send(fresh.gateway.gateway.control.me, Output(first.request_id, 2, (Token(99),)))
+    finish = Output(second.request_id, 2, (Token(99), Token(100)), finish_reason="length")
+    fresh.decode.send(fresh.gateway.gateway.control.me, finish)
+    wait_until(lambda: second.request_id in fresh.decode.ended)
+    other = restart(fresh)
+    assert [choice["text"] for choice in posted.result().json()["choices"]] == ["abcd"] * 3
+    went_on = [(one.request_id, one.sampling.seed, bytes(one.generated)) for one in other.generated]
+    assert sorted(went_on) == [(f"{first.request_id}.2", 5, b"abc"), (f"{third.request_id}.2", 7, b"ab")]
+    assert len(other.asked) == 1, "one message asks for all choices of a prompt"
+
+
+def test_late_tokens_of_a_node_that_comes_back_are_dropped(fresh: World) -> None:
+    """And its copy of the request is cancelled."""
+    fresh.decode.chunks = [[letter] for letter in b"abcd"]
+    fresh.decode.hold_after = 2
+    other = fresh.start_decode(queued_tokens=10**6)
+    other.chunks = [[letter] for letter in b"abcd"]
+    other.hold_after = 3
+    wait_until(lambda: 'nodes{role="decode"} 2.0' in fresh.metrics())
+    gateway = fresh.gateway.gateway.control.me
+    with fresh.stream(max_tokens=4) as data:
+        said = [next(data) for _ in range(2)]
+        [mine] = fresh.decode.generated
+        fresh.decode.send(gateway, Output(mine.request_id, 2, finish_reason="abort"))
+        wait_until(lambda: other.generated)
+        said.append(next(data))
+        fresh.decode.send(gateway, Output(mine.request_id, 2, (Token(120), Token(121))))
+        wait_until(lambda: mine.request_id in fresh.decode.cancelled)
+        other.send(gateway, Output(other.generated[0].request_id, 3, (Token(100),), finish_reason="length"))
+        assert texts([*said, *data]) == "abcd"
+    assert other.cancelled == []
+
+
+def test_a_request_that_kills_nodes_is_not_sent_to_a_third(fresh: World) -> None:
+    fresh.decode.hold_after = 1
+    with fresh.stream() as data:
+        next(data)
+        second = restart(fresh, hold_after=2)
+        next(data)
+        assert len(second.generated) == 1
+        second.die()
+        third = fresh.start_decode(port=second.port)
+        rest = list(data)
+    assert "was at 2 decode nodes when they were lost" in json.loads(rest[0])["error"]["message"]
+    assert rest[1:] == ["[DONE]"]
+    assert third.generated == []
+
+
+def test_a_node_that_was_dead_already_did_not_die_of_the_request(fresh: World) -> None:
+    """Ranks of a node die together, and the gateway notices one first."""
+    fresh.decode.hold_after = 2
+    other = fresh.start_decode(queued_tokens=10**5)
+    wait_until(lambda: 'nodes{role="decode"} 2.0' in fresh.metrics())
+    with fresh.stream(max_tokens=3) as data:
+        said = [next(data) for _ in range(2)]
+        other.die()
+        gateway = fresh.gateway.gateway.control.me
+        [mine] = fresh.decode.generated
+        fresh.decode.send(gateway, Output(mine.request_id, 2, finish_reason="lost"))
+        third = fresh.start_decode(port=other.port)
+        assert texts([*said, *data]) == "abc"
+    assert other.generated == []
+    assert [one.request_id for one in third.generated] == [f"{mine.request_id}.3"]
+
+
+def test_a_stream_waits_while_all_other_nodes_are_full(fresh: World) -> None:
+    fresh.decode.hold_after = 2
+    with fresh.stream(max_tokens=3) as data:
+        said = [next(data) for _ in range(2)]
+        other = restart(fresh, reject="queue_full", retry_after=0.1)
+        wait_until(lambda: len(other.asked) > 1)
+        other.reject = None
+        other.generated.clear()
+        assert texts([*said, *data]) == "abc"
+
+
+@pytest.mark.parametrize("fresh", [{"migration_limit": 0}], indirect=True)
+def test_the_operator_may_switch_migration_off(fresh: World) -> None:
+    fresh.decode.hold_after = 2
+    with fresh.stream() as data:
+        assert texts([next(data), next(data)]) == "ab"
+        other = restart(fresh)
+        rest = list(data)
+    assert "the request was lost at its decode node" in json.loads(rest[0])["error"]["message"]
+    assert other.generated == []
