@@ -125,10 +125,10 @@ class BlockAnswer(StreamedAnswer, ABC):
     named = True
 
     def __post_init__(self) -> None:
-        self._restart(whole=False)
+        self._begin(whole=False)
 
-    def _restart(self, whole: bool) -> None:
-        """Forget what came of the answer."""
+    def _begin(self, whole: bool) -> None:
+        """whole: the answer does not stream."""
         assert self.prepared.reading is not None
         self._reader = BlockReader(self.prepared.reading, whole)
         self._output_tokens = 0
@@ -136,8 +136,7 @@ class BlockAnswer(StreamedAnswer, ABC):
 
     def keep(self, index: int, delta: Delta) -> None:
         if delta.first:
-            self.held.give(self.kept_bytes)
-            self._restart(whole=True)
+            self._begin(whole=True)
         self._count(CHARACTER_BYTES * len(delta.text))
         for change in self._push(delta):
             self._note(change)

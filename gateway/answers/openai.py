@@ -125,8 +125,6 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
 
     def keep(self, index: int, delta: Delta) -> None:
         if delta.first:
-            if index in self._kept:
-                self.held.give(self._kept[index].size)
             self._kept[index] = KeptAnswer(self._reasons)
             if self._token_ids:
                 self._kept[index].size = _TOKEN_ID_BYTES * len(self.prepared.tokenized[index].prompt_ids)

@@ -161,8 +161,8 @@ class ResponseAnswer(BlockAnswer):
         self._created = int(time.time())
         self._sequence = 0
 
-    def _restart(self, whole: bool) -> None:
-        super()._restart(whole)
+    def _begin(self, whole: bool) -> None:
+        super()._begin(whole)
         self._ids: list[str] = []
         """By block, the id of its item."""
         self._logprobs: dict[int, Column[ChosenLogprob]] = {}

@@ -96,18 +96,3 @@ def test_columns_are_lists_of_their_document(number: int) -> None:
     document = {"a": Column(), "number": number, "b": [column, {"c": Column([""])}]}
     expected = {"a": [], "number": number, "b": [[1, "x", None, *({"i": i} for i in range(3000))], {"c": [""]}]}
     assert json.loads(encode_json(document)) == expected
-
-
-def test_an_answer_that_begins_anew_forgets_what_it_had() -> None:
-    request = CompletionRequest.model_validate({"prompt": ["a", "b"], "return_token_ids": True})
-    held = held_answers().account()
-    answer = CompletionAnswer(prepared(request), "m", TOKENIZER, held)
-    for index in (0, 1):
-        answer.keep(index, Delta("lost", (Token(token_id=7),), (0,), None, first=True))
-        once = held.held
-        answer.keep(index, Delta("kept", (Token(token_id=8),), (0,), None, first=True))
-        assert held.held == once
-        answer.keep(index, Delta(".", (Token(token_id=9),), (4,), "stop"))
-    whole = json.loads(encode_json(answer.whole()))
-    assert [(choice["text"], choice["token_ids"]) for choice in whole["choices"]] == [("kept.", [8, 9])] * 2
-    assert whole["usage"]["completion_tokens"] == 4
