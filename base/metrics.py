@@ -50,6 +50,10 @@ class Metrics:
         )
         self.requests = gauge("requests", "Requests that this process holds, by state.", "state")
         self.requests_finished = counter("requests_finished_total", "Requests that ended, by reason.", "reason")
+        self.migrations = counter(
+            "request_migrations_total",
+            "How often requests of a gateway went on at another decode node, as their own had failed.",
+        )
         self.retractions = counter(
             "retractions_total",
             "Requests that lost their slots and resumed later, by the pool that ran out.",

@@ -74,6 +74,7 @@ class ChoiceStream:
             raise
         finally:
             self.metrics.requests_finished.labels(reason=self._outcome.reason).inc()
+            self.metrics.migrations.inc(self._outcome.migrations)
 
     def _read(self, output: Output) -> Delta:
         if output.start == 0:

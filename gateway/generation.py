@@ -113,7 +113,6 @@ class Generation:
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     failures: dict[str, NodeFailed] = field(default_factory=dict)
     tries: int = 0
-    migrations: int = 0
     deaths: int = 0
     """How many nodes have died that had the request."""
     progress_at: float = field(init=False)
@@ -158,11 +157,11 @@ class Generation:
             self.failures.clear()
         self.failures[node.boot_id] = failure
         self.deaths += failure.died
-        self.migrations += begun or failure.died
+        self.request.outcome.migrations += begun or failure.died
         if self.deaths >= MAX_DEATHS:
             lost = f"the request was at {self.deaths} decode nodes when they were lost, and goes to no other"
             raise ApiError(500, f"{lost} (request {self.request.request_id})")
-        if self.migrations > self.limits.migrations:
+        if self.request.outcome.migrations > self.limits.migrations:
             raise self.request.failed("the request was lost at its decode node")
 
     def forget_full(self) -> None:

@@ -63,6 +63,7 @@ def test_an_answer_goes_on_as_if_nothing_had_happened(fresh: World, path: str, s
     before, [after] = fresh.decode.generated[1], other.generated
     assert (after.generated, after.sampling) == (tuple(b"abc"), before.sampling)
     assert after.request_id == f"{before.request_id}.2"
+    assert "hisparse_pd_request_migrations_total 1.0" in fresh.metrics()
 
 
 @pytest.mark.parametrize("reason", ["abort", "lost"])
