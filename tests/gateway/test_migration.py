@@ -147,7 +147,8 @@ def test_a_node_that_was_dead_already_did_not_die_of_the_request(fresh: World) -
         third = fresh.start_decode(port=other.port)
         assert texts([*said, *data]) == "abc"
     assert other.generated == []
-    assert [one.request_id for one in third.generated] == [f"{mine.request_id}.3"]
+    # The second try was at the dead node, unless the gateway was so slow that it had heard of the third by then.
+    assert [one.request_id for one in third.generated] in ([f"{mine.request_id}.{number}"] for number in (3, 2))
 
 
 def test_a_stream_waits_while_all_other_nodes_are_full(fresh: World) -> None:
