@@ -1,6 +1,7 @@
 """Middleware around all answers of a gateway: their ids, a line in the log for each, and a count of them.
 
-What the log says of the tokens of a request comes from its `Outcome`s when it has ended: a token costs nothing here.
+What the log says of the tokens of a request comes from its `AnswerOutcome`s when it has ended: a token costs nothing
+here.
 """
 
 import re
@@ -31,7 +32,7 @@ _SANE_ID = re.compile(r"[!-~]{1,128}")
 
 
 @dataclass(slots=True)
-class Access:
+class AccessRecord:
     """What is known of an HTTP request. Whoever learns more of it fills that in: a scope has it as "access"."""
 
     http_request_id: str
@@ -72,7 +73,7 @@ class AccessLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get("x-request-id", "")
-        access = Access(given if _SANE_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}")
+        access = AccessRecord(given if _SANE_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}")
         sent_id = access.http_request_id.encode()
         names = (b"x-request-id", b"request-id") if is_anthropic(scope["path"]) else (b"x-request-id",)
 

@@ -18,7 +18,7 @@ from control.messages import Accepted, Cancel, Ended, Output, Outputs, Peer, Rej
 from control.plane import ControlPlane
 from gateway.attempt import Attempt, Delta, DeltaSink, PendingGenerate, PendingGroup
 from gateway.errors import ApiError, context_length_exceeded, timed_out, unavailable
-from gateway.generation import Generation, GenerationLimits, NodeFailed, Phase, TokenizedRequest
+from gateway.generation import Generation, GenerationLimits, GenerationPhase, NodeFailed, TokenizedRequest
 from gateway.held_answers import HeldBytes
 from gateway.registry import SILENT_AFTER_S, NodeRegistry
 
@@ -86,7 +86,7 @@ class DecodeClient:
                 finally:
                     self._end(attempt)
         finally:
-            generation.move(Phase.ENDED)
+            generation.move(GenerationPhase.ENDED)
 
     def deliver(self, sender: Peer, message: Accepted | Rejected | Outputs) -> None:
         """Take a decode node's message."""

@@ -14,7 +14,7 @@ from enum import Enum
 from base.block_hashes import BlockHashes
 from control.messages import Generate, Peer, Token
 from gateway.errors import ApiError
-from gateway.outcome import Outcome
+from gateway.outcome import AnswerOutcome
 
 MAX_DEATHS = 2
 """A request that was at so many nodes when they died may be the cause: no further node gets it."""
@@ -36,7 +36,7 @@ class TokenizedRequest:
     """Of the prompt's blocks, by which the gateway looks for a node that has them; None if it does not."""
     structure_field: str | None = None
     """The field of the body that the grammar was made of."""
-    outcome: Outcome = field(init=False, compare=False, default_factory=Outcome)
+    outcome: AnswerOutcome = field(init=False, compare=False, default_factory=AnswerOutcome)
 
     @property
     def request_id(self) -> str:
@@ -79,7 +79,7 @@ class GenerationLimits:
     token_timeout: float
 
 
-class Phase(Enum):
+class GenerationPhase(Enum):
     """Where a request is."""
 
     PLACING = "placing"
@@ -93,10 +93,10 @@ class Phase(Enum):
 
 
 _NEXT = {
-    Phase.PLACING: {Phase.WAITING, Phase.ENDED},
-    Phase.WAITING: {Phase.STREAMING, Phase.PLACING, Phase.ENDED},
-    Phase.STREAMING: {Phase.PLACING, Phase.ENDED},
-    Phase.ENDED: set[Phase](),
+    GenerationPhase.PLACING: {GenerationPhase.WAITING, GenerationPhase.ENDED},
+    GenerationPhase.WAITING: {GenerationPhase.STREAMING, GenerationPhase.PLACING, GenerationPhase.ENDED},
+    GenerationPhase.STREAMING: {GenerationPhase.PLACING, GenerationPhase.ENDED},
+    GenerationPhase.ENDED: set[GenerationPhase](),
 }
 
 
@@ -109,7 +109,7 @@ class Generation:
 
     request: TokenizedRequest
     limits: GenerationLimits
-    phase: Phase = Phase.PLACING
+    phase: GenerationPhase = GenerationPhase.PLACING
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     failures: dict[str, NodeFailed] = field(default_factory=dict)
     tries: int = 0
@@ -121,7 +121,7 @@ class Generation:
     def __post_init__(self) -> None:
         self.progress_at = self.request.arrived
 
-    def move(self, to: Phase) -> None:
+    def move(self, to: GenerationPhase) -> None:
         """The only way in which the phase changes. Raises RuntimeError if `to` cannot follow."""
         if to not in _NEXT[self.phase]:
             raise RuntimeError(f"request {self.request.request_id} is {self.phase.value} and cannot become {to.value}")
@@ -129,7 +129,7 @@ class Generation:
 
     def placed(self) -> Generate:
         """Begin a try at a node. Returns what it is asked for."""
-        self.move(Phase.WAITING)
+        self.move(GenerationPhase.WAITING)
         generate, self.tries = self.request.generate, self.tries + 1
         if self.tries == 1:
             return generate
@@ -143,15 +143,15 @@ class Generation:
         """Tokens have arrived that follow those before."""
         if not tokens:
             return
-        if self.phase is Phase.WAITING:
-            self.move(Phase.STREAMING)
+        if self.phase is GenerationPhase.WAITING:
+            self.move(GenerationPhase.STREAMING)
         self.token_ids.extend([token.token_id for token in tokens])
         self.progress_at = now
 
     def failed(self, node: Peer, failure: NodeFailed) -> None:
         """The try at a node has ended before the request. Raises ApiError if the request may not go to another one."""
-        begun = self.phase is Phase.STREAMING
-        self.move(Phase.PLACING)
+        begun = self.phase is GenerationPhase.STREAMING
+        self.move(GenerationPhase.PLACING)
         if begun:
             # Nodes that had no room for it then may have some now.
             self.failures.clear()

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Outcome:
+class AnswerOutcome:
     """reason: why it ended; nobody sets it when the client cancels. ttft: seconds until its first token."""
 
     reason: str = "cancelled"

@@ -126,7 +126,7 @@ def test_commands_are_printed_with_every_figure_in_80_columns(capsys: pytest.Cap
     assert [line.values["context_length"] for line in lines] == [CONTEXT] * 3
     _, prefill, decode = (line.values for line in lines)
     assert prefill["ranks"] == decode["ranks"] == 8
-    assert decode["max_running_requests"] == deepseek.running
+    assert decode["max_running_requests"] == NodeSizing(config).running
 
 
 def test_a_node_that_drafts_has_one_layer_more(deepseek: NodeSizing, glm: NodeSizing) -> None:

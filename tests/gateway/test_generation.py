@@ -4,7 +4,7 @@ import pytest
 
 from control.messages import Generate, Peer, Sampling, Token
 from gateway.errors import ApiError
-from gateway.generation import Generation, GenerationLimits, NodeFailed, Phase, TokenizedRequest
+from gateway.generation import Generation, GenerationLimits, GenerationPhase, NodeFailed, TokenizedRequest
 
 GENERATE = Generate(
     request_id="r", prompt_ids=(1, 2), max_new_tokens=9, sampling=Sampling(seed=7), prompt_logprobs=1, cache_salt="s"
@@ -42,13 +42,18 @@ def test_phases_follow_each_other() -> None:
     one.placed()
     seen.append(one.phase)
     take(one)
-    assert one.phase is Phase.WAITING, "no token came"
+    assert one.phase is GenerationPhase.WAITING, "no token came"
     take(one, 5)
     seen.append(one.phase)
     one.failed(NODES[0], NodeFailed("aborted"))
     seen.append(one.phase)
-    one.move(Phase.ENDED)
-    assert seen == [Phase.PLACING, Phase.WAITING, Phase.STREAMING, Phase.PLACING]
+    one.move(GenerationPhase.ENDED)
+    assert seen == [
+        GenerationPhase.PLACING,
+        GenerationPhase.WAITING,
+        GenerationPhase.STREAMING,
+        GenerationPhase.PLACING,
+    ]
     with pytest.raises(RuntimeError, match="request r is ended and cannot become waiting"):
         one.placed()
 
