@@ -75,7 +75,8 @@ def test_two_processes_that_were_started_apart(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
-    with started(ENDLESS, cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True) as process:
+    # Nobody would read a pipe, and a full one stops the process.
+    with started(ENDLESS, cwd=tmp_path, stderr=subprocess.DEVNULL, start_new_session=True) as process:
         target = wait_until(lambda: children_of(process), timeout=60, what="the target to start")
         wait_until(lambda: any(map(is_connected, children_of(process))), timeout=60, what="a transfer")
         process.send_signal(signal.SIGINT)

@@ -6,6 +6,7 @@ import sys
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
+from decimal import Context, Decimal, InvalidOperation, localcontext
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,14 @@ OWN: list[dict[str, Any]] = [
 ]
 
 
+def number(text: str) -> Decimal | float:
+    """As it is written, since in floats 0.1021 is no multiple of 0.0001, but for exponents beyond decimals'."""
+    try:
+        return Decimal(text)
+    except InvalidOperation:
+        return float(text)
+
+
 def tried(schema: object, rng: np.random.Generator, most: int) -> str:
     """What becomes of a schema: refused, cut off, whole. Raises an error if the answer does not satisfy it."""
     try:
@@ -79,7 +88,9 @@ def tried(schema: object, rng: np.random.Generator, most: int) -> str:
     tokens, is_whole = write(grammar.start(), rng, most)
     if not is_whole:
         return "cut off"
-    jsonschema.Draft202012Validator(schema).validate(json.loads(decode(tokens)))  # type: ignore[arg-type]
+    exact, answer = (json.loads(text, parse_float=number) for text in (json.dumps(schema), decode(tokens)))
+    with localcontext(Context(prec=1000)):
+        jsonschema.Draft202012Validator(exact).validate(answer)
     return "whole"
 
 
