@@ -162,7 +162,9 @@ class ModelRunner:
         rows = passes.inputs[0, : len(batch)].clamp(min=0)
         drafts = passes.tokens[rows, 1:width]
         repeated = rows.repeat_interleave(width)
-        of_tokens = upload(_widened(keys, passes.keys.shape[1]), passes.keys[: len(batch)])[:, :width].flatten()
+        whole = np.zeros((len(batch), passes.keys.shape[1]), dtype=np.int64)
+        whole[:, : keys.shape[1]] = keys
+        of_tokens = upload(whole, passes.keys[: len(batch)])[:, :width].flatten()
         needs = SamplingNeeds.of(batch.sampling)
         changed = self._adjustments.apply(step.logits, rows, bans, drafts) if needs.adjusted else step.logits
         drawn = draw(step.logits, self._settings[repeated].T, of_tokens, needs, changed, masks)
@@ -234,8 +236,3 @@ class ModelRunner:
             self._graphs.draft(batch, longest, width)
         else:
             self.passes.draft(batch, longest, width).verify()
-
-
-def _widened(rows: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.int64]:
-    """With zeros after each row."""
-    return np.pad(rows, ((0, 0), (0, width - rows.shape[1])))

@@ -36,7 +36,7 @@ MAX_WAITING = 10_000
 def closing_command(config: NodeConfig) -> str:
     """The command that keeps strangers from the transfer ports, where other machines are none of the service's."""
     if not is_loopback(config.data_host):
-        return "nft -f deploy/nftables/hisparse-pd.nft, with its variables set (docs/operations.md, Network)"
+        return "nft -f deploy/nftables/hisparse-pd.nft, with its variables set (docs/operations/secure.md, Network)"
     rule = f"iifname != lo tcp dport {config.transfer_ports} reject"
     return f"nft 'table inet hisparse_pd {{ chain input {{ type filter hook input priority -10; {rule}; }}; }}'"
 
