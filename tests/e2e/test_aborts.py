@@ -7,7 +7,7 @@ from tests.e2e.asking import Job, complete
 from tests.e2e.cluster import Node, wait_until
 from tests.e2e.conftest import References, StartPair
 
-REQUESTS = 200
+REQUESTS = 120
 CONCURRENCY = 32
 LENGTHS = (1, 5, 30, 64, 100, 127, 128, 129, 150, 200, 260, 333, 400, 512)
 

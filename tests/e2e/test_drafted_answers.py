@@ -11,6 +11,7 @@ import pytest
 from benchmarks.passkey import CHECKPOINT
 from benchmarks.passkey.text import passage_ids
 from tests.e2e.cluster import Cluster
+from tests.e2e.spawn import fork
 
 SMALL = '{"device_buffer_size": 96, "host_pool_gib": 0.3}'
 ASKED: dict[str, dict[str, Any]] = {
@@ -35,7 +36,7 @@ ASKED: dict[str, dict[str, Any]] = {
 def answers(directory: Path, drafts: int) -> tuple[dict[str, Any], float]:
     """What a service says, all asked at once, and how many drafts it has accepted."""
     directory.mkdir()
-    with Cluster(CHECKPOINT, directory) as cluster:
+    with Cluster(CHECKPOINT, directory, spawn=fork) as cluster:
         flags = {"dtype": "float32", "speculative_num_steps": str(drafts)}
         cluster.gateway(served_model_name="passkey")
         cluster.prefill(**flags)
@@ -43,7 +44,7 @@ def answers(directory: Path, drafts: int) -> tuple[dict[str, Any], float]:
         cluster.wait_ready()
         rng = random.Random(1)
         bodies = [
-            {"model": "passkey", "prompt": passage_ids(rng, 200 + 60 * number), "max_tokens": 48, **fields}
+            {"model": "passkey", "prompt": passage_ids(rng, 200 + 60 * number), "max_tokens": 32, **fields}
             for number, fields in enumerate(ASKED.values())
         ]
 

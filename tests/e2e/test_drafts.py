@@ -23,10 +23,12 @@ def drafting(cluster: Cluster, drafts: int, ranks: int = 1) -> None:
 @pytest.mark.parametrize(
     ("drafts", "family"),
     [
-        pytest.param(
-            drafts, family, marks=() if (drafts, family) in ((3, FAMILIES[0]), (2, FAMILIES[1])) else pytest.mark.slow
-        )
-        for drafts, family in product((1, 2, 3), FAMILIES)
+        (2, FAMILIES[1]),
+        *(
+            pytest.param(drafts, family, marks=pytest.mark.slow)
+            for drafts, family in product((3, 2, 1), FAMILIES)
+            if (drafts, family) != (2, FAMILIES[1])
+        ),
     ],
 )
 def test_greedy_tokens_with_drafts_equal_transformers(
@@ -35,12 +37,13 @@ def test_greedy_tokens_with_drafts_equal_transformers(
     cluster = start_cluster(family)
     drafting(cluster, drafts)
     assert_exact(cluster.url, references[family], [Job(prompt, 20) for prompt in ALONE], 1)
-    assert_exact(cluster.url, references[family], [Job(prompt, 64) for prompt in TOGETHER], 16)
+    assert_exact(cluster.url, references[family], [Job(prompt, 40) for prompt in TOGETHER], 16)
     more = random_prompts((300, 700), seed=9)
     assert_exact(cluster.url, references[family], [Job(prompt, 48) for prompt in more], 2)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_groups_that_draft_say_the_same(start_cluster: StartCluster, references: References, ranks: int) -> None:
     """Ranks with fewer requests than others, or none, take part in every pass."""
     cluster = start_cluster(FAMILIES[0])

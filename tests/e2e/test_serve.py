@@ -20,12 +20,17 @@ from tests.e2e.conftest import References, Serve
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_however_serve_ends_its_processes_end_too(serve: Serve, references: References, number: int) -> None:
-    process, url = serve()
+def test_serve_listens_at_loopback_alone_and_leaves_no_process(
+    serve: Serve, references: References, number: int
+) -> None:
+    process, url = serve("--transfer-protocol", "auto")
     prompt = [1, 2, 3, 4] * 40
     assert complete(url, [Job(prompt, 8)]) == [references["deepseek_v32"].generate(prompt, 8)]
     children = children_of(process)
     assert len(children) == 3
+    ports = [port for child in children for port in child.net_connections("tcp") if port.status == "LISTEN"]
+    assert len(ports) >= 6
+    assert {port.laddr.ip for port in ports} == {"127.0.0.1"}
     process.send_signal(number)
     code = process.wait(timeout=30)
     assert code == (0 if number != signal.SIGKILL else -signal.SIGKILL)
@@ -59,15 +64,6 @@ def test_serve_over_https_with_a_key_that_nobody_else_sees(serve: Serve, tmp_pat
     assert [title.split()[1] for title in titles] == ["serve", "gateway", "prefill", "decode"]
     assert not any(secret in title for title in titles)
     assert not any(secret.encode() in Path(f"/proc/{member.pid}/environ").read_bytes() for member in family)
-
-
-def test_serve_listens_at_loopback_alone(serve: Serve, references: References) -> None:
-    process, url = serve("--transfer-protocol", "auto")
-    prompt = [1, 2, 3, 4] * 40
-    assert complete(url, [Job(prompt, 8)]) == [references["deepseek_v32"].generate(prompt, 8)]
-    ports = [port for child in children_of(process) for port in child.net_connections("tcp") if port.status == "LISTEN"]
-    assert len(ports) >= 6
-    assert {port.laddr.ip for port in ports} == {"127.0.0.1"}
 
 
 @pytest.mark.slow
@@ -112,6 +108,7 @@ def test_the_last_line_of_a_failed_start_is_the_reason(tiny: Path) -> None:
     assert re.match("error: (prefill|decode)-0: --attention-backend triton runs on CUDA devices, not on cpu; ", last)
 
 
+@pytest.mark.slow
 def test_the_reason_of_a_node_of_ranks_is_said_last_too(tiny: Path) -> None:
     *_, last = refused(
         "--model-path", str(tiny), "--attention-backend", "triton", "--decode-ranks", "2", "--prefill-ranks", "2"

@@ -150,6 +150,7 @@ def import_with_cache(directory: Path) -> list[int]:
     return [int(word) for word in printed.stdout.split()]
 
 
+@pytest.mark.slow
 def test_loops_are_compiled_once_and_again_where_what_was_kept_is_damaged(tmp_path: Path) -> None:
     assert import_with_cache(tmp_path) == [0, 3]
     assert import_with_cache(tmp_path) == [3, 0]
