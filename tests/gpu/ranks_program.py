@@ -1,7 +1,4 @@
-"""One rank of `test_ranks`: layers of experts that are divided among ranks, beside the same layers whole.
-
-Also runs on CPUs, with gloo: `python -m tests.gpu.ranks_program CHECKPOINT DTYPE cpu`.
-"""
+"""One rank of `test_ranks`: layers of experts that are divided among ranks, beside the same layers whole."""
 
 import os
 import subprocess
@@ -25,9 +22,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 COUNTS = (1, 5, 16)
 
 
-def main(path: Path, dtype: torch.dtype, kind: str) -> None:
-    place = RankPlace.taken()
-    assert place is not None
+def main(place: RankPlace, path: Path, dtype: torch.dtype, kind: str) -> None:
+    """kind: of device. On processors, ranks talk by gloo."""
     device = use_device("cpu" if kind == "cpu" else f"cuda:{place.rank}")
     group = RankGroup(place, device, 60.0, lambda: None)
     exchange = group.connect()
@@ -75,11 +71,11 @@ def check(group: RankGroup, whole: MixtureOfExperts, part: MixtureOfExperts, nor
                 assert error < TOLERANCE[dtype], f"{count} tokens, rank {group.rank}, seed {seed}: {error}"
 
 
-def run_ranks(size: int, checkpoint: Path, dtype: str, device: str) -> None:
+def run_ranks(size: int, checkpoint: Path, dtype: str) -> None:
     """Run the program as the ranks of a group, each a process of its own. Raises AssertionError with what they said."""
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.ranks_program", str(checkpoint), dtype, device],
+            [sys.executable, "-m", "tests.gpu.ranks_program", str(checkpoint), dtype],
             env={**os.environ, **place.variables()},
             pass_fds=place.descriptors,
             preexec_fn=die_with_parent,
@@ -97,4 +93,6 @@ def run_ranks(size: int, checkpoint: Path, dtype: str, device: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), DTYPES[sys.argv[2]], sys.argv[3])
+    place = RankPlace.taken()
+    assert place is not None
+    main(place, Path(sys.argv[1]), DTYPES[sys.argv[2]], "cuda")
