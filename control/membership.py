@@ -73,7 +73,9 @@ class Membership:
 
     def __post_init__(self) -> None:
         self.rejection_reason: str | None = None
-        """Why a gateway refuses this node, if none has registered it yet."""
+        """Why this node is refused, if every gateway refuses it and none has ever registered it.
+
+        Gateways of two versions serve while a fleet is upgraded."""
         self._ever_registered = False
         self._leaving = False
         self._gateways: dict[str, _Gateway] = {}
@@ -111,11 +113,12 @@ class Membership:
                 gateway.rejection_reason = None
             case Refused(reason=reason):
                 gateway.registered = False
-                if not self._ever_registered:
-                    self.rejection_reason = f"gateway {sender.address}: {reason}"
                 if gateway.rejection_reason != reason:  # the node asks every second
                     log.error("refused by the gateway", gateway=sender.address, reason=reason)
                 gateway.rejection_reason = reason
+                all_refuse = all(each.rejection_reason is not None for each in self._gateways.values())
+                if all_refuse and not self._ever_registered:
+                    self.rejection_reason = f"gateway {sender.address}: {reason}"
             case HeartbeatAck():
                 gateway.cache_serial = message.cache_serial
                 gateway.registered &= message.known
