@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import structlog
 
-from base.block_hashes import BlockHashes
+from base.block_hashes import BlockHashes, StoredBlocks
 from control.discovery import GatewayAddresses
 from control.messages import (
     MAX_CACHE_BLOCKS,
@@ -201,9 +201,9 @@ class CacheReports:
         """When each gateway was last sent the whole cache."""
         self._next_at = 0.0
 
-    def stored(self, hashes: BlockHashes) -> None:
-        """Note blocks of one prompt, uint64 [blocks] in their order, that came into the cache."""
-        self._note(hashes, True)
+    def stored(self, blocks: StoredBlocks) -> None:
+        """Note blocks of one prompt that came into the cache."""
+        self._note(blocks.hashes, True)
 
     def removed(self, hashes: BlockHashes) -> None:
         """Note blocks, uint64 [blocks], that left the cache."""
