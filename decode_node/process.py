@@ -119,6 +119,7 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
                 ready=True,
                 queued_tokens=scheduler.outstanding_tokens,
                 running_requests=coordinator.num_running,
+                kv_usage=coordinator.host.usage,
             ),
         )
         loop = DecodeNode(shell, scheduler, remote, coordinator, membership, ranks)

@@ -39,6 +39,7 @@ class Node:
     lost: bool = False
     """Whether it was found silent, at the last look."""
     reported_tokens: int = 0
+    kv_usage: float = 0.0
     assigned_tokens: int = 0
     """Sent by this gateway since the last heartbeat."""
 
@@ -104,6 +105,7 @@ class NodeRegistry:
         node.last_heartbeat = now
         node.ready = beat.ready
         node.reported_tokens, node.assigned_tokens = beat.queued_tokens, 0
+        node.kv_usage = beat.kv_usage
         return HeartbeatAck(
             via=beat.via,
             known=True,
@@ -194,6 +196,11 @@ class NodeRegistry:
 
     def count(self, role: Role, now: float) -> int:
         return len(self._live(now, role))
+
+    def kv_usage(self, now: float) -> float:
+        """The part of their host slots that requests hold, the mean of the live decode nodes; 0 without any."""
+        live = self._live(now, "decode")
+        return sum(node.kv_usage for node in live) / max(1, len(live))
 
     def _find(self, peer: Peer) -> Node | None:
         node = self._nodes.get(peer.address)

@@ -54,6 +54,7 @@ class Heartbeat(Message, sent_by=NODES):
     ready: bool
     queued_tokens: UInt
     running_requests: UInt = 0
+    kv_usage: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
 class HeartbeatAck(Message, sent_by=GATEWAY):

@@ -1,4 +1,4 @@
-"""Nodes say over ZeroMQ what their prefix caches have."""
+"""What other controllers read of a service: what prefix caches have, over ZeroMQ, and how full they are."""
 
 import json
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from base.block_hashes import BLOCK_TOKENS, block_hashes
 from cli.serve import free_port
-from tests.e2e.asking import ask, ids_of, whole_blocks
+from tests.e2e.asking import ask, ids_of, streamed, whole_blocks
 from tests.e2e.cluster import wait_until
 from tests.e2e.conftest import StartPair
 from tests.service.test_kv_events import Subscriber
@@ -18,7 +18,7 @@ def test_subscribers_know_what_nodes_have_cached(start_pair: StartPair) -> None:
         {"kv_events_config": json.dumps({"enable_kv_cache_events": True, "endpoint": one, "replay_endpoint": other})}
         for one, other in ends
     ]
-    cluster, _, _ = start_pair(flags[0], **flags[1])
+    cluster, prefill, decode = start_pair(flags[0], **flags[1])
     prompt = [5, 6, 7] * 60
     answer = ids_of(ask(cluster.url, prompt, 100, cache_salt="alice"))
     answer_2 = ids_of(ask(cluster.url, prompt, 100))
@@ -34,3 +34,10 @@ def test_subscribers_know_what_nodes_have_cached(start_pair: StartPair) -> None:
         assert [token for name in unsalted for token in subscriber.table[name][1]] == whole[: blocks * 64].tolist()
         assert len({salt for _, _, salt in subscriber.table.values()}) == 2, "the digest of alice's, and none"
         subscriber.close()
+    gateway = cluster.nodes["gateway"]
+    decode.wait_unused("host_slots")
+    assert [node.metric("kv_usage") for node in (prefill, decode)] == [0, 0], "nobody holds what is cached"
+    with streamed(cluster.url, [1] * 50, 8000) as lines:
+        next(lines)
+        wait_until(lambda: gateway.metric("kv_usage") > 0)
+        assert 0 < decode.metric("kv_usage") < 1

@@ -29,6 +29,15 @@ def beat(queued: int = 0, ready: bool = True) -> Heartbeat:
     return Heartbeat(via=VIA, ready=ready, queued_tokens=queued)
 
 
+def test_kv_use_is_the_mean_of_live_decode_nodes(registry: NodeRegistry) -> None:
+    registry.heartbeat(peer(1, "prefill"), beat(), 0.0)
+    for number, usage in ((2, 0.5), (3, 1.0)):
+        registry.heartbeat(peer(number), beat().model_copy(update={"kv_usage": usage}), float(number))
+    assert registry.kv_usage(3.5) == 0.75
+    assert registry.kv_usage(5.5) == 1.0
+    assert registry.kv_usage(9.0) == 0.0
+
+
 @pytest.fixture
 def registry() -> NodeRegistry:
     registry = NodeRegistry()
