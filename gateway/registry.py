@@ -129,16 +129,30 @@ class NodeRegistry:
         return [(node.peer, not node.lost) for node in changed]
 
     def pick_decode(
-        self, tokens: int, exclude: Collection[str], now: float, cached: Mapping[str, int] = _NOTHING_CACHED
+        self,
+        tokens: int,
+        exclude: Collection[str],
+        now: float,
+        cached: Mapping[str, int] = _NOTHING_CACHED,
+        avoid: Collection[str] = (),
     ) -> Peer | None:
-        """The best usable decode node for that many tokens (`gateway.prefix_routing`). exclude, cached: by boot id."""
+        """The best usable decode node for that many tokens (`gateway.prefix_routing`). exclude, cached: by boot id.
+
+        avoid: rank groups and boot ids that are used only if there is no other.
+        """
         candidates = [
             node
             for node in self._usable_decode(now)
             if node.peer.boot_id not in exclude and node.offer.max_request_tokens >= tokens
         ]
-        best = _ranked(candidates, cached)
+        others = [node for node in candidates if not {node.offer.rank_group, node.peer.boot_id} & set(avoid)]
+        best = _ranked(others or candidates, cached)
         return best[0] if best else None
+
+    def rank_group(self, peer: Peer) -> str:
+        """Of that process: the same for all that die with it. Empty if it is a node of its own, or unknown."""
+        node = self._find(peer)
+        return "" if node is None else node.offer.rank_group
 
     def rank_prefill(
         self, now: float, prompt_tokens: int = 0, cached: Mapping[str, int] = _NOTHING_CACHED

@@ -32,6 +32,7 @@ class Register(Message, sent_by=NODES):
     local_prefill: bool = False
     checkpoint: CheckpointIdentity | None = None
     ranks: RankPeers = ()
+    rank_group: Annotated[str, Field(max_length=128)] = ""
 
 
 class Registered(Message, sent_by=GATEWAY):
