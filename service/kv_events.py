@@ -216,7 +216,7 @@ class KVEventPublisher:
             "medium": self._medium,
             "lora_name": None,
         }
-        if blocks.salt and blocks.parent is None:
+        if blocks.salt and blocks.parent is None and self._config.token_ids:
             event["extra_keys"] = [(blocks.salt,), *[None] * (len(blocks.hashes) - 1)]
         return event
 

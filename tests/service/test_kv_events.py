@@ -222,10 +222,24 @@ def test_hashes_alone_are_published_without_token_ids(publish: Publish, subscrib
     subscriber = subscribe(*ends)
     cache = BlockCache(20, 1)
     cache.report_to(publisher, seed=5)
-    cache.insert(np.arange(2 * BLOCK_TOKENS), np.arange(2)[:, None])
+    cache.insert(np.arange(2 * BLOCK_TOKENS), np.arange(2)[:, None], "alice")
     wait_until(lambda: (subscriber.catch_up(), subscriber.table)[1])
-    assert [event["token_ids"] for event in subscriber.events if event["type"] == "BlockStored"] == [[]]
+    [stored] = [event for event in subscriber.events if event["type"] == "BlockStored"]
+    assert (stored["token_ids"], stored.get("extra_keys")) == ([], None)
     assert subscriber.table.keys() == table_of(cache).keys()
+
+
+def test_another_machine_is_connected_to(publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.kv_events._is_local", lambda endpoint: False)
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.subscribe("")
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        publisher, _ = publish(endpoint=f"tcp://127.0.0.1:{port}", token_ids=False)
+        tokens = np.zeros(BLOCK_TOKENS, dtype=np.int32)
+        while not socket.poll(20):  # it is not connected yet
+            publisher.stored(StoredBlocks(block_hashes(tokens), tokens, None, ""))
+        topic, _, payload = socket.recv_multipart()
+        assert (topic, decoded(payload)[2]) == (b"", 0)
 
 
 def test_each_rank_has_the_next_port_and_says_its_number(
