@@ -12,7 +12,7 @@ from tests.e2e.cluster import HOT_BUFFER, Cluster, Node, wait_until
 from tests.e2e.conftest import References, StartCluster
 from tests.e2e.next_version import MODULE
 
-JOBS = [Job(prompt, tokens) for prompt in random_prompts((30, 200), seed=5) for tokens in (16, 120)]
+JOBS = [Job(prompt, tokens) for prompt in random_prompts((30, 200), seed=5) for tokens in (16, 64)]
 
 
 def ends(node: Node) -> None:
