@@ -14,6 +14,19 @@ BlockHashes = npt.NDArray[np.uint64]
 """[blocks]: the hash of each block of a prompt."""
 
 
+@dataclass(frozen=True, eq=False)
+class StoredBlocks:
+    """Blocks of one prompt that came into a cache. tokens: their ids [64 * blocks].
+
+    parent: the hash of the block before them, or None. salt: of the prompt.
+    """
+
+    hashes: BlockHashes
+    tokens: npt.NDArray[np.integer]
+    parent: int | None
+    salt: str
+
+
 def block_hashes(tokens: npt.NDArray[np.integer], salt: str = "", seed: int = 0) -> BlockHashes:
     """XXH3 of each whole block of `tokens`, ids [n], and of all before it: uint64 [n // 64].
 

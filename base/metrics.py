@@ -39,6 +39,10 @@ class Metrics:
         self.host_slots = gauge("host_slots", "Slots of the host KV pool by state.", "state")
         self.device_slots = gauge("device_slots", "Hot-buffer slots by state.", "state")
         self.prefill_pages = gauge("prefill_pages", "Pages of the prefill KV pool by state.", "state")
+        self.kv_usage = gauge(
+            "kv_usage",
+            "Part of a node's KV pool that requests hold, 0 to 1; of a gateway: the mean of its decode nodes.",
+        )
         self.prompt_tokens_waiting = gauge(
             "prompt_tokens_waiting", "Prompt tokens of a prefill node's requests that are not computed yet."
         )

@@ -31,6 +31,7 @@ class ScriptedNode:
         identity: ModelIdentity = SCRIPTED_IDENTITY,
         max_request_tokens: int = 4096,
         queued_tokens: int = 0,
+        rank_group: str = "",
     ) -> None:
         """gateway_address: HOST:PORT of its control port."""
         self.gateway_address = gateway_address
@@ -38,6 +39,7 @@ class ScriptedNode:
         self.identity = identity
         self.max_request_tokens = max_request_tokens
         self.queued_tokens = queued_tokens
+        self.rank_group = rank_group
         self.control = ControlPlane(role, "127.0.0.1", port, "127.0.0.1", self.deliver)
         self.membership = Membership(self.control, GatewayAddresses([gateway_address]), self._offer, self._beat)
 
@@ -63,6 +65,7 @@ class ScriptedNode:
             transports=("tcp",),
             page_size=64,
             max_request_tokens=self.max_request_tokens,
+            rank_group=self.rank_group,
         )
 
     def _beat(self, via: str) -> Heartbeat:

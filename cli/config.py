@@ -29,6 +29,7 @@ class ServeConfig(GatewayConfig, PrefillConfig, DecodeConfig):
     gateways: tuple[str, ...] = ()
     transfer_host: str | None = None
     transfer_ports: str = "15000-16999"
+    kv_events_config: str | None = None
     debug_verify_swap_in: bool = False
 
 

@@ -16,7 +16,8 @@ PANELS: Mapping[str, str] = {
         attention_backend disable_cuda_graph debug_verify_swap_in""",
     "Scheduling": """max_running_requests max_queued_requests chunked_prefill_size allow_local_prefill prefill_retries
         prefill_timeout""",
-    "Prefixes": "enable_prefix_caching fetch_prefixes prefix_cache_per_key routing max_routed_tokens",
+    "Prefixes": """enable_prefix_caching fetch_prefixes prefix_cache_per_key routing max_routed_tokens
+        kv_events_config""",
     "KV transfer": "transfer_protocol transfer_host transfer_ports ib_device transfer_checksum transfer_timeout",
     "Addresses and keys of processes": """host port metrics_port control_port control_host advertise_host key_dir
         insecure""",

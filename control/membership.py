@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import structlog
 
-from base.block_hashes import BlockHashes
+from base.block_hashes import BlockHashes, StoredBlocks
 from control.discovery import GatewayAddresses
 from control.messages import (
     MAX_CACHE_BLOCKS,
@@ -73,7 +73,9 @@ class Membership:
 
     def __post_init__(self) -> None:
         self.rejection_reason: str | None = None
-        """Why a gateway refuses this node, if none has registered it yet."""
+        """Why this node is refused, if every gateway refuses it and none has ever registered it.
+
+        Gateways of two versions serve while a fleet is upgraded."""
         self._ever_registered = False
         self._leaving = False
         self._gateways: dict[str, _Gateway] = {}
@@ -111,11 +113,12 @@ class Membership:
                 gateway.rejection_reason = None
             case Refused(reason=reason):
                 gateway.registered = False
-                if not self._ever_registered:
-                    self.rejection_reason = f"gateway {sender.address}: {reason}"
                 if gateway.rejection_reason != reason:  # the node asks every second
                     log.error("refused by the gateway", gateway=sender.address, reason=reason)
                 gateway.rejection_reason = reason
+                all_refuse = all(each.rejection_reason is not None for each in self._gateways.values())
+                if all_refuse and not self._ever_registered:
+                    self.rejection_reason = f"gateway {sender.address}: {reason}"
             case HeartbeatAck():
                 gateway.cache_serial = message.cache_serial
                 gateway.registered &= message.known
@@ -198,9 +201,9 @@ class CacheReports:
         """When each gateway was last sent the whole cache."""
         self._next_at = 0.0
 
-    def stored(self, hashes: BlockHashes) -> None:
-        """Note blocks of one prompt, uint64 [blocks] in their order, that came into the cache."""
-        self._note(hashes, True)
+    def stored(self, blocks: StoredBlocks) -> None:
+        """Note blocks of one prompt that came into the cache."""
+        self._note(blocks.hashes, True)
 
     def removed(self, hashes: BlockHashes) -> None:
         """Note blocks, uint64 [blocks], that left the cache."""

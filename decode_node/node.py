@@ -130,6 +130,7 @@ class DecodeNode:
         metrics.host_slots.labels("cached").set(cached)
         metrics.host_slots.labels("quarantined").set(quarantined)
         metrics.host_slots.labels("used").set(host.used - quarantined)
+        metrics.kv_usage.set(host.usage)
         metrics.quarantine_seconds.set(self._remote.quarantine.oldest_seconds(time.monotonic()))
         metrics.kv_tokens_outstanding.set(self._scheduler.outstanding_tokens)
         metrics.device_slots.labels("free").set(device.free_slots)

@@ -39,6 +39,7 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
     with ExitStack() as at_end:
         node = at_end.enter_context(described.start(common_to_ranks(config), fit))
         shell, ranks, model, transports = node.shell, node.ranks, node.model, node.transports
+        rank_group, *_ = ranks.share(shell.control.me.boot_id)
         spec, sizes = plan_pools(config, hisparse, described.spec, described.drafts, ranks)
         coordinator = build_tiers(
             sizes,
@@ -113,12 +114,14 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
                 max_request_tokens=min(spec.context_length, coordinator.host.num_slots),
                 local_prefill=config.allow_local_prefill,
                 checkpoint=described.checkpoint,
+                rank_group=rank_group,
             ),
             heartbeat=lambda via: Heartbeat(
                 via=via,
                 ready=True,
                 queued_tokens=scheduler.outstanding_tokens,
                 running_requests=coordinator.num_running,
+                kv_usage=coordinator.host.usage,
             ),
         )
         loop = DecodeNode(shell, scheduler, remote, coordinator, membership, ranks)

@@ -169,7 +169,9 @@ class DecodeClient:
         # A node that generates other choices of the same prompt comes first.
         others = self._groups.get(request.group, {}).values()
         nodes = (other.node for other in others if other.node.boot_id not in failures and other.failure is None)
-        node = next(nodes, None) or self._registry.pick_decode(request.tokens, failures.keys(), now, cached)
+        node = next(nodes, None) or self._registry.pick_decode(
+            request.tokens, failures.keys(), now, cached, avoid=generation.dead
+        )
         if self._closed:
             raise unavailable("the gateway is shutting down")
         if node is None:
@@ -193,7 +195,7 @@ class DecodeClient:
             wait = _GATHER_S if generation.failures and request.generate.group else 0.0
             asyncio.get_running_loop().call_later(wait, self._ask, group)
         node = self._choose(generation, now, pending.cached)
-        attempt = Attempt(generation, generation.placed(), node, now, read, held, sink)
+        attempt = Attempt(generation, generation.placed(self._registry.rank_group(node)), node, now, read, held, sink)
         request_id = attempt.generate.request_id
         request.outcome.nodes.append(node.address)
         self._attempts[request_id] = attempt

@@ -113,8 +113,10 @@ class Generation:
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     failures: dict[str, NodeFailed] = field(default_factory=dict)
     tries: int = 0
-    deaths: int = 0
-    """How many nodes have died that had the request."""
+    rank_group: str = ""
+    """Of the node that it is at, or was at last; empty: that is a node of its own."""
+    dead: set[str] = field(default_factory=set)
+    """What has died with the request: rank groups, and boot ids of nodes of their own."""
     progress_at: float = field(init=False)
     """When the last token arrived (time.monotonic), or the request."""
 
@@ -127,9 +129,10 @@ class Generation:
             raise RuntimeError(f"request {self.request.request_id} is {self.phase.value} and cannot become {to.value}")
         self.phase = to
 
-    def placed(self) -> Generate:
+    def placed(self, rank_group: str = "") -> Generate:
         """Begin a try at a node. Returns what it is asked for."""
         self.move(GenerationPhase.WAITING)
+        self.rank_group = rank_group
         generate, self.tries = self.request.generate, self.tries + 1
         if self.tries == 1:
             return generate
@@ -156,10 +159,11 @@ class Generation:
             # Nodes that had no room for it then may have some now.
             self.failures.clear()
         self.failures[node.boot_id] = failure
-        self.deaths += failure.died
+        if failure.died:
+            self.dead.add(self.rank_group or node.boot_id)
         self.request.outcome.migrations += begun or failure.died
-        if self.deaths >= MAX_DEATHS:
-            lost = f"the request was at {self.deaths} decode nodes when they were lost, and goes to no other"
+        if len(self.dead) >= MAX_DEATHS:
+            lost = f"the request was at {len(self.dead)} decode nodes when they were lost, and goes to no other"
             raise ApiError(500, f"{lost} (request {self.request.request_id})")
         if self.request.outcome.migrations > self.limits.migrations:
             raise self.request.failed("the request was lost at its decode node")

@@ -270,6 +270,7 @@ class Gateway:
         now = time.monotonic()
         self.metrics.nodes.labels(role="prefill").set(self.registry.count("prefill", now))
         self.metrics.nodes.labels(role="decode").set(self.registry.count("decode", now))
+        self.metrics.kv_usage.set(self.registry.kv_usage(now))
         self.metrics.requests.labels(state="waiting").set(self._client.waiting)
         self.metrics.requests.labels(state="running").set(self._client.in_flight - self._client.waiting)
         self.metrics.answer_bytes.set(self._answers.held)

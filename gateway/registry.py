@@ -39,6 +39,7 @@ class Node:
     lost: bool = False
     """Whether it was found silent, at the last look."""
     reported_tokens: int = 0
+    kv_usage: float = 0.0
     assigned_tokens: int = 0
     """Sent by this gateway since the last heartbeat."""
 
@@ -104,6 +105,7 @@ class NodeRegistry:
         node.last_heartbeat = now
         node.ready = beat.ready
         node.reported_tokens, node.assigned_tokens = beat.queued_tokens, 0
+        node.kv_usage = beat.kv_usage
         return HeartbeatAck(
             via=beat.via,
             known=True,
@@ -127,16 +129,30 @@ class NodeRegistry:
         return [(node.peer, not node.lost) for node in changed]
 
     def pick_decode(
-        self, tokens: int, exclude: Collection[str], now: float, cached: Mapping[str, int] = _NOTHING_CACHED
+        self,
+        tokens: int,
+        exclude: Collection[str],
+        now: float,
+        cached: Mapping[str, int] = _NOTHING_CACHED,
+        avoid: Collection[str] = (),
     ) -> Peer | None:
-        """The best usable decode node for that many tokens (`gateway.prefix_routing`). exclude, cached: by boot id."""
+        """The best usable decode node for that many tokens (`gateway.prefix_routing`). exclude, cached: by boot id.
+
+        avoid: rank groups and boot ids that are used only if there is no other.
+        """
         candidates = [
             node
             for node in self._usable_decode(now)
             if node.peer.boot_id not in exclude and node.offer.max_request_tokens >= tokens
         ]
-        best = _ranked(candidates, cached)
+        others = [node for node in candidates if not {node.offer.rank_group, node.peer.boot_id} & set(avoid)]
+        best = _ranked(others or candidates, cached)
         return best[0] if best else None
+
+    def rank_group(self, peer: Peer) -> str:
+        """Of that process: the same for all that die with it. Empty if it is a node of its own, or unknown."""
+        node = self._find(peer)
+        return "" if node is None else node.offer.rank_group
 
     def rank_prefill(
         self, now: float, prompt_tokens: int = 0, cached: Mapping[str, int] = _NOTHING_CACHED
@@ -194,6 +210,11 @@ class NodeRegistry:
 
     def count(self, role: Role, now: float) -> int:
         return len(self._live(now, role))
+
+    def kv_usage(self, now: float) -> float:
+        """The part of their host slots that requests hold, the mean of the live decode nodes; 0 without any."""
+        live = self._live(now, "decode")
+        return sum(node.kv_usage for node in live) / max(1, len(live))
 
     def _find(self, peer: Peer) -> Node | None:
         node = self._nodes.get(peer.address)

@@ -23,7 +23,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from base.block_hashes import BLOCK_TOKENS, BlockHasher, BlockHashes
+from base.block_hashes import BLOCK_TOKENS, BlockHasher, BlockHashes, StoredBlocks
 from kvcache.extents import BlockValues, HeldBlocks, SlotAccountingError
 
 PromptIds = npt.NDArray[np.integer]
@@ -36,8 +36,8 @@ _NO_PARENT = -1
 class BlockEvents(Protocol):
     """Hears which blocks a cache has."""
 
-    def stored(self, hashes: BlockHashes) -> None:
-        """Blocks of one prompt, uint64 [blocks] in their order, came into the cache."""
+    def stored(self, blocks: StoredBlocks) -> None:
+        """Blocks of one prompt came into the cache. The caller may change the tokens later."""
         ...
 
     def removed(self, hashes: BlockHashes) -> None:
@@ -56,7 +56,7 @@ class BlockCache:
         self.width = width
         self.insertions = 0
         self._hasher = BlockHasher(seed=0)
-        self._events: BlockEvents | None = None
+        self._events: list[BlockEvents] = []
         self._number_of: dict[int, int] = {}
         """By hash."""
         self._salt_of: dict[int, str] = {}
@@ -82,9 +82,13 @@ class BlockCache:
         return len(self._evictable)
 
     def report_to(self, events: BlockEvents, seed: int) -> None:
-        """From now on say what comes and goes, with hashes under `seed`. To be called while nothing is cached."""
+        """From now on say what comes and goes, with hashes under `seed`, the same for all who hear it.
+
+        To be called while nothing is cached.
+        """
         assert not self.blocks, "hashes of cached blocks do not change"
-        self._events, self._hasher = events, BlockHasher(seed)
+        self._events.append(events)
+        self._hasher = BlockHasher(seed)
 
     def find(self, tokens: PromptIds, salt: str = "") -> int:
         """How many tokens at the beginning of a prompt, ids [n], are cached."""
@@ -139,8 +143,10 @@ class BlockCache:
             if not present:
                 self._salt_of[int(added[0])] = salt
             self.insertions += 1
-            if self._events is not None:
-                self._events.stored(hashes[present:stop])
+            for events in self._events:
+                parent = int(hashes[present - 1]) if present else None
+                own = tokens[present * BLOCK_TOKENS : stop * BLOCK_TOKENS]
+                events.stored(StoredBlocks(hashes[present:stop], own, parent, salt))
         return self._hold(numbers), present
 
     def evict(self, blocks: int) -> BlockValues:
@@ -152,8 +158,8 @@ class BlockCache:
             del self._number_of[name]
             self._salt_of.pop(number, None)
         self._free += reversed(numbers)
-        if numbers and self._events is not None:
-            self._events.removed(hashes)
+        for events in self._events if numbers else ():
+            events.removed(hashes)
         return self._values[gone]
 
     def newest(self, limit: int) -> BlockHashes:

@@ -68,6 +68,11 @@ class HostKVPool:
     def used(self) -> int:
         return self.num_slots - self.free
 
+    @property
+    def usage(self) -> float:
+        """The part of the slots that requests hold, 0 to 1."""
+        return self.used / self.num_slots
+
     def allocate(self, num_tokens: int) -> HostSlots | None:
         """Slots for that many tokens in as few extents as possible, or None if fewer are free."""
         extents = self._take(num_tokens)

@@ -184,7 +184,9 @@ class PrefillPlanner:
         pool, free, cached = self._prefill.pool, self._prefill.pool.free_pages, self._prefill.pages.cached_pages
         self._metrics.prefill_pages.labels("free").set(free)
         self._metrics.prefill_pages.labels("cached").set(cached)
-        self._metrics.prefill_pages.labels("used").set(max(0, pool.num_pages - free - cached))
+        used = max(0, pool.num_pages - free - cached)
+        self._metrics.prefill_pages.labels("used").set(used)
+        self._metrics.kv_usage.set(used / pool.num_pages)
         self._metrics.prompt_tokens_waiting.set(self.queued_tokens)
         labels = [attempt.state.label for attempt in list(self.held.values())]
         for label in _LABELS:

@@ -150,6 +150,13 @@ class NodeConfig(ProcessConfig):
     enable_prefix_caching: Annotated[
         bool, Flag("Keep the KV of prompts and answers for requests that begin with the same tokens.")
     ] = True
+    kv_events_config: Annotated[
+        str | None,
+        Flag(
+            "JSON, as of vLLM: publish what the prefix cache gains and loses. enable_kv_cache_events, endpoint, "
+            "replay_endpoint, buffer_steps, hwm, topic, token_ids, array_like."
+        ),
+    ] = None
     transfer_protocol: Annotated[
         TransferProtocol,
         Flag("auto: shared memory where the decode node's pool can be mapped, RDMA where both have it, else TCP."),

@@ -5,6 +5,7 @@ import re
 from base.errors import StartupError
 from control.messages import ADDRESS_PATTERN
 from service.config import NodeConfig, check_processes
+from service.kv_events import parse_kv_events
 from transfer.ports import ClaimedPorts, parse_ports
 from transfer.transports import choose_transports, num_engines
 
@@ -26,6 +27,7 @@ def check(config: NodeConfig) -> None:
             )
         if not re.match(ADDRESS_PATTERN, f"{config.transfer_host}:0"):
             raise StartupError(f"--transfer-host {config.transfer_host}: expected a host name or an IPv4 address")
+    parse_kv_events(config.kv_events_config, config.insecure)
     parse_ports(config.transfer_ports, _num_engines(config))
     for gateway in config.gateways:
         if not re.match(ADDRESS_PATTERN, gateway):

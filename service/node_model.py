@@ -93,7 +93,7 @@ class NodeModel:
         """
         config = self.config
         with ExitStack() as at_end:
-            shell: NodeShell[Any] = NodeShell(self.role, config)
+            shell: NodeShell[Any] = NodeShell(self.role, config, 0 if self.place is None else self.place.rank)
             at_end.callback(shell.close)
             ports = claim_transfer_ports(config)
             log.info("attention backend", backend=self.backend.name)

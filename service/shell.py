@@ -20,6 +20,7 @@ from control.messages import HeartbeatAck, Message, Peer, Refused, Registered, R
 from control.plane import ControlPlane
 from kvcache.block_cache import BlockCache
 from service.config import NodeConfig, is_loopback
+from service.kv_events import KVEventPublisher, parse_kv_events
 from service.lifecycle import STOP_SIGNALS, Lifecycle
 from service.status import StatusServer, bind_http, metrics_router, status_router
 from transfer.ports import reachable_addresses
@@ -41,6 +42,14 @@ def closing_command(config: NodeConfig) -> str:
     return f"nft 'table inet hisparse_pd {{ chain input {{ type filter hook input priority -10; {rule}; }}; }}'"
 
 
+def _kv_events(role: Role, config: NodeConfig, rank: int) -> KVEventPublisher | None:
+    """What publishes the events of this process's prefix cache, if it is to. Of a prefill node rank 0 has the cache."""
+    events = parse_kv_events(config.kv_events_config, config.insecure)
+    if events is None or (role == "prefill" and rank):
+        return None
+    return KVEventPublisher(events, "GPU" if role == "prefill" and config.device != "cpu" else "CPU", rank)
+
+
 class NodeShell(Generic[Event]):
     """Everything of a node but its loop.
 
@@ -48,14 +57,16 @@ class NodeShell(Generic[Event]):
     `lifecycle` and wake the loop.
     """
 
-    def __init__(self, role: Role, config: NodeConfig) -> None:
+    def __init__(self, role: Role, config: NodeConfig, rank: int = 0) -> None:
         """Binds the ports, before a model is loaded. Raises StartupError if one is taken or a key is missing."""
         self.metrics = Metrics()
         self.lifecycle = Lifecycle(config.drain_timeout)
         self.inbox: queue.SimpleQueue[tuple[Peer, Message] | Event | None] = queue.SimpleQueue()
         self._dropped = 0
         self._listener = bind_http(config.host, config.port)
+        self._kv_events: KVEventPublisher | None = None
         try:
+            self._kv_events = _kv_events(role, config, rank)
             keys = None if config.key_dir is None else load_keys(config.key_dir, role)
             self.cache_seed = cache_seed(keys)
             self.group_secret = group_secret(keys)
@@ -70,6 +81,8 @@ class NodeShell(Generic[Event]):
         except BaseException:
             # Whatever it was: the caller gets no shell that it could close.
             self._listener.close()
+            if self._kv_events is not None:
+                self._kv_events.close()
             raise
         self.gateways = GatewayAddresses(config.gateways)
         self._closing = closing_command(config)
@@ -93,6 +106,12 @@ class NodeShell(Generic[Event]):
         gc.collect()
         gc.freeze()
         self._membership = membership
+        if self._kv_events is not None:
+            self._kv_events.start()
+            if cached is None:
+                log.warning("no KV events: this node keeps no prefixes")
+            else:
+                cached.report_to(self._kv_events, self.cache_seed)
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         own = (
@@ -133,6 +152,8 @@ class NodeShell(Generic[Event]):
     def receive(self, timeout: float) -> list[tuple[Peer, Message] | Event]:
         """What has arrived; waits `timeout` seconds for the first. Raises StartupError if refused, and as `check`."""
         self.control.check()
+        if self._kv_events is not None:
+            self._kv_events.check()
         if self._membership is not None and self._membership.rejection_reason is not None:
             raise StartupError(self._membership.rejection_reason)
         if self._cache_reports is not None:
@@ -159,6 +180,8 @@ class NodeShell(Generic[Event]):
             self._listener.close()
         self.gateways.stop()
         self.control.stop()
+        if self._kv_events is not None:
+            self._kv_events.close()
 
     def _deliver(self, sender: Peer, message: Message) -> None:
         """On the control thread: pass a message to membership and to the node's loop."""

@@ -32,6 +32,7 @@ class Register(Message, sent_by=NODES):
     local_prefill: bool = False
     checkpoint: CheckpointIdentity | None = None
     ranks: RankPeers = ()
+    rank_group: Annotated[str, Field(max_length=128)] = ""
 
 
 class Registered(Message, sent_by=GATEWAY):
@@ -54,6 +55,7 @@ class Heartbeat(Message, sent_by=NODES):
     ready: bool
     queued_tokens: UInt
     running_requests: UInt = 0
+    kv_usage: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
 class HeartbeatAck(Message, sent_by=GATEWAY):

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from base.block_hashes import BLOCK_TOKENS, BlockHashes, block_hashes
+from base.block_hashes import BLOCK_TOKENS, BlockHashes, StoredBlocks, block_hashes
 from control.membership import CacheReports
 from control.messages import CacheUpdate
 from gateway.prefix_routing import PrefixIndex
@@ -44,6 +44,10 @@ def prompt(number: int, blocks: int) -> "np.ndarray[tuple[int], np.dtype[np.int3
     return np.full(64 * blocks, number, dtype=np.int32)
 
 
+def stored(number: int, blocks: int) -> StoredBlocks:
+    return StoredBlocks(block_hashes(prompt(number, blocks)), prompt(number, blocks), None, "")
+
+
 def nothing(limit: int) -> BlockHashes:
     return np.empty(0, dtype=np.uint64)
 
@@ -51,11 +55,11 @@ def nothing(limit: int) -> BlockHashes:
 def test_changes_are_collected_and_sent_once() -> None:
     gateways = LossyGateways(["one", "two"])
     reports = CacheReports(gateways, nothing)
-    hashes = block_hashes(prompt(1, 4))
+    hashes = stored(1, 4).hashes
     reports.send(0.0)
-    reports.stored(hashes)
+    reports.stored(stored(1, 4))
     reports.removed(hashes[3:])
-    reports.stored(block_hashes(prompt(2, 2)))
+    reports.stored(stored(2, 2))
     reports.send(0.01)
     assert not gateways.sent, "too early"
     reports.send(1.0)
@@ -69,9 +73,9 @@ def test_changes_are_collected_and_sent_once() -> None:
 
 def test_a_gateway_that_acknowledges_late_gets_the_whole_cache() -> None:
     gateways = LossyGateways(["one"])
-    hashes = block_hashes(prompt(1, 3))
+    hashes = stored(1, 3).hashes
     reports = CacheReports(gateways, lambda limit: hashes[:limit])
-    reports.stored(hashes)
+    reports.stored(stored(1, 3))
     for tenth in range(80):
         reports.send(tenth / 10)
     assert [(update.serial, update.whole) for _, update in gateways.sent] == [(1, False), *3 * [(1, True)]]

@@ -180,8 +180,18 @@ def test_a_later_gateway_that_refuses_the_node_does_not_stop_it(gateway: StartGa
     assert me.membership.rejection_reason is None
 
 
+def test_a_node_joins_the_one_gateway_of_its_version(gateway: StartGateway, node: StartNode) -> None:
+    refuses, silent = gateway(refuses="another version"), gateway()
+    silent.control.stop()
+    me = node(Listed(refuses, silent))
+    wait_until(lambda: len(refuses.seen) > 3)
+    assert (me.membership.is_member, me.membership.rejection_reason) == (False, None)
+    gateway(port=silent.port)
+    wait_until(lambda: me.membership.is_member)
+
+
 def test_a_node_that_no_gateway_takes_should_not_have_been_started(gateway: StartGateway, node: StartNode) -> None:
-    me = node(Listed(gateway(refuses="another model")))
+    me = node(Listed(*(gateway(refuses="another model") for _ in range(2))))
     assert "another model" in wait_until(lambda: me.membership.rejection_reason)
 
 

@@ -72,6 +72,7 @@ class Shell(NodeShell[LoopEvent]):
         self.inbox = queue.SimpleQueue()
         self._membership = None
         self._cache_reports = None
+        self._kv_events = None
 
 
 def node_of(harness: World, shell: Shell) -> DecodeNode:

@@ -7,7 +7,6 @@ import yaml
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from base.metrics import Metrics
 from cli.flags import configured
 from decode_node.config import DecodeConfig
 from hisparse.config import parse_config
@@ -27,6 +26,7 @@ from tests.deploy.rendered import (
     named,
     of_kind,
 )
+from tests.deploy.test_monitoring import exported, selectors
 
 CONFIGS: dict[str, type[NodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
 
@@ -79,12 +79,27 @@ def test_probes_ask_for_what_every_process_answers(overlay: str) -> None:
 @every_node
 def test_autoscalers_go_by_metrics_that_the_adapter_makes_of_the_programs(role: str) -> None:
     scaler = named("gpu-tcp", "HorizontalPodAutoscaler", f"hisparse-pd-{role}")["spec"]
-    (metric,) = scaler["metrics"]
-    rules = yaml.safe_load((DEPLOY / "kubernetes/components/autoscaling/prometheus-adapter.yaml").read_text())
-    (rule,) = [r for r in rules["rules"]["custom"] if r["name"]["as"] == metric["pods"]["metric"]["name"]]
-    series = set(re.findall(r"\bhisparse_pd_\w+", rule["seriesQuery"]))
-    asked_for = set(re.findall(r"\bhisparse_pd_\w+", rule["metricsQuery"]))
-    assert series <= asked_for <= {metric.name for metric in Metrics().registry.collect()}
+    rules = yaml.safe_load((DEPLOY / "kubernetes/components/autoscaling/prometheus-adapter.yaml").read_text())["rules"]
+    assert len(scaler["metrics"]) == {"prefill": 1, "decode": 3}[role]
+    for metric in scaler["metrics"]:
+        kind, of = ("custom", "pods") if metric["type"] == "Pods" else ("external", "external")
+        (rule,) = [each for each in rules[kind] if each["name"]["as"] == metric[of]["metric"]["name"]]
+        series = set(re.findall(r"\bhisparse_pd_\w+", rule["seriesQuery"]))
+        asked_for = set(re.findall(r"\bhisparse_pd_\w+", rule["metricsQuery"]))
+        assert series <= asked_for <= exported().keys()
+
+
+def test_the_endpoint_picker_reads_metrics_of_gateways() -> None:
+    config = yaml.safe_load((DEPLOY / "kubernetes/components/inference-extension/epp.yaml").read_text())
+    (engine,) = next(each for each in config["plugins"] if each["type"] == "core-metrics-extractor")["parameters"][
+        "engineConfigs"
+    ]
+    specs = [spec for key, spec in engine.items() if key.endswith("Spec") and spec]
+    assert len(specs) == 3
+    for name, labels in selectors(" ".join(specs)):
+        assert labels.keys() <= exported()[name]
+    named_plugins = {each["type"] for each in config["plugins"]}
+    assert {each["pluginRef"] for each in config["schedulingProfiles"][0]["plugins"]} <= named_plugins
 
 
 @pytest.mark.parametrize("page", ["deploy/README.md", "docs/recipes.md", "README.md"])

@@ -286,6 +286,15 @@ def test_tls_can_be_added(tmp_path: Path) -> None:
         assert each[kind]["httpGet"] == {"path": path, "port": "http", "scheme": "HTTPS"}
 
 
+def test_the_inference_pool_is_of_gateways(tmp_path: Path) -> None:
+    made = with_component(tmp_path, "gpu-tcp", "inference-extension")
+    (pool,) = [item["spec"] for item in made if item["kind"] == "InferencePool"]
+    assert pool["selector"]["matchLabels"] == template("gpu-tcp", "gateway")["metadata"]["labels"]
+    assert pool["targetPorts"] == [{"number": ports(container("gpu-tcp", "gateway"))["http"]}]
+    (config,) = [item["data"] for item in made if item["kind"] == "ConfigMap"]
+    assert yaml.safe_load(config["epp.yaml"])["kind"] == "EndpointPickerConfig"
+
+
 @every_overlay
 def test_an_old_gateway_stays_until_nodes_have_found_the_new_one(overlay: str) -> None:
     """A new one answers 503 before."""

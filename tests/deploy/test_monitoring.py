@@ -4,7 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -114,30 +114,60 @@ def test_the_queries_of_the_dashboard_are_valid(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def metric_is(directory: Path, name: str, given: Mapping[str, str], wanted: float, labels: str) -> None:
+    """Assert what an autoscaler reads of these series."""
+    rules = yaml.safe_load((HERE.parent / "kubernetes/components/autoscaling/prometheus-adapter.yaml").read_text())
+    [query] = [
+        rule["metricsQuery"] for kind in rules["rules"].values() if kind for rule in kind if rule["name"]["as"] == name
+    ]
+    asked = {
+        "expr": query.replace("<<.GroupBy>>", "pod").replace("<<.LabelMatchers>>", 'namespace="n"'),
+        "eval_time": "5m",
+        "exp_samples": [{"labels": labels, "value": wanted}],
+    }
+    series = [{"series": each, "values": values} for each, values in given.items()]
+    test = {"tests": [{"interval": "15s", "input_series": series, "promql_expr_test": [asked]}]}
+    (directory / "test.yaml").write_text(yaml.safe_dump(test))
+    done = subprocess.run([promtool(), "test", "rules", "test.yaml"], cwd=directory, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+POD = 'namespace="n",pod="p"'
+
+
 @pytest.mark.parametrize(
     ("tokens", "prompts", "wanted"), [(131_072, 1, 1), (262_144, 2, 2), (5_000, 50, 5_000 / 16_384), (0, 0, 0)]
 )
 def test_the_autoscaler_wants_no_more_prefill_nodes_than_prompts(
     tmp_path: Path, tokens: int, prompts: int, wanted: float
 ) -> None:
-    rules = yaml.safe_load((HERE.parent / "kubernetes/components/autoscaling/prometheus-adapter.yaml").read_text())
-    [query] = [rule["metricsQuery"] for rule in rules["rules"]["custom"] if "prefill" in rule["name"]["as"]]
-    pod = 'namespace="n",pod="p"'
-    series = {
-        f"hisparse_pd_prompt_tokens_waiting{{{pod}}}": tokens,
-        f'hisparse_pd_requests{{{pod},state="computing"}}': prompts,
-        f'hisparse_pd_requests{{{pod},state="sent"}}': 7,
+    given = {
+        f"hisparse_pd_prompt_tokens_waiting{{{POD}}}": f"{tokens}x20",
+        f'hisparse_pd_requests{{{POD},state="computing"}}': f"{prompts}x20",
+        f'hisparse_pd_requests{{{POD},state="sent"}}': "7x20",
     }
-    asked = {
-        "expr": query.replace("<<.GroupBy>>", "pod").replace("<<.LabelMatchers>>", pod),
-        "eval_time": "5m",
-        "exp_samples": [{"labels": '{pod="p"}', "value": wanted}],
+    metric_is(tmp_path, "hisparse_pd_prefill_nodes_wanted", given, wanted, '{pod="p"}')
+
+
+def test_the_autoscaler_reads_kv_use_of_each_decode_node(tmp_path: Path) -> None:
+    given = {f"hisparse_pd_kv_usage{{{POD}}}": "0.9x20"}
+    metric_is(tmp_path, "hisparse_pd_decode_kv_usage", given, 0.9, '{pod="p"}')
+
+
+@pytest.mark.parametrize(("tokens", "batch", "wanted"), [(10, 12, 0.195), (10, 4, 0), (0, 12, 0)])
+def test_slow_tokens_want_decode_nodes_only_where_steps_are_large(
+    tmp_path: Path, tokens: int, batch: int, wanted: float
+) -> None:
+    """A step of few requests takes as long elsewhere. Where nothing is generated the metric is 0, and not missing."""
+    bucket = 'hisparse_pd_inter_token_seconds_bucket{namespace="n",le='
+    given = {
+        f'{bucket}"0.1"}}': "0x20",
+        f'{bucket}"0.2"}}': f"0+{tokens}x20",
+        f'{bucket}"+Inf"}}': f"0+{tokens}x20",
+        f"hisparse_pd_decode_batch_size_sum{{{POD}}}": f"0+{10 * batch}x20",
+        f"hisparse_pd_decode_batch_size_count{{{POD}}}": "0+10x20",
     }
-    given = [{"series": name, "values": f"{value}x20"} for name, value in series.items()]
-    test = {"tests": [{"interval": "15s", "input_series": given, "promql_expr_test": [asked]}]}
-    (tmp_path / "test.yaml").write_text(yaml.safe_dump(test))
-    done = subprocess.run([promtool(), "test", "rules", "test.yaml"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    metric_is(tmp_path, "hisparse_pd_decode_inter_token_seconds", given, wanted, "{}")
 
 
 def test_the_service_monitor_finds_every_process_once() -> None:

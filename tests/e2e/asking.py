@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import operator
 import random
 import select
 import threading
@@ -121,18 +122,26 @@ def assert_exact(url: str, reference: Oracle, jobs: Sequence[Job], concurrency: 
 class Load:
     """Clients that ask one thing after another; each answer is compared with the reference."""
 
-    def __init__(self, url: str, reference: Oracle, jobs: Sequence[Job]) -> None:
-        self.answered = 0
-        self._url, self._reference, self._jobs = url, reference, jobs
+    def __init__(self, urls: Sequence[str], reference: Oracle, jobs: Sequence[Job]) -> None:
+        """urls: of gateways, which take turns. What changes in it counts from the next request on."""
+        self._urls, self._reference, self._jobs = urls, reference, jobs
+        self._answers: list[int] = []
+        """Of each client."""
         self._over = threading.Event()
 
     def wait_for_more(self, count: int) -> None:
-        enough = self.answered + count
-        wait_until(lambda: self.answered >= enough, timeout=120, what="more answers")
+        enough = sum(self._answers) + count
+        wait_until(lambda: sum(self._answers) >= enough, timeout=120, what="more answers")
+
+    def wait_for_each(self) -> None:
+        """Until what is under way was asked after this call."""
+        before = list(self._answers)
+        wait_until(lambda: all(map(operator.gt, self._answers, before)), timeout=120, what="an answer to each")
 
     @contextmanager
     def running(self, clients: int) -> Iterator["Load"]:
         """So many are at work meanwhile. AssertionError if one of them saw an error or a wrong token."""
+        self._answers = [0] * clients
         with ThreadPoolExecutor(clients) as pool:
             running = [pool.submit(self._run, number) for number in range(clients)]
             try:
@@ -142,11 +151,12 @@ class Load:
             for one in running:
                 one.result()
 
-    def _run(self, number: int) -> None:
+    def _run(self, client: int) -> None:
         while not self._over.is_set():
-            assert_exact(self._url, self._reference, [self._jobs[number % len(self._jobs)]])
-            self.answered += 1
-            number += 1
+            number = client + self._answers[client]
+            url, job = self._urls[number % len(self._urls)], self._jobs[number % len(self._jobs)]
+            assert_exact(url, self._reference, [job])
+            self._answers[client] += 1
 
 
 def leave_when(condition: Callable[[], Any], url: str, body: Mapping[str, Any]) -> None:

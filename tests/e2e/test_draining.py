@@ -31,7 +31,7 @@ def test_nodes_replaced_under_load_cost_no_client_anything(start_cluster: StartC
     decodes = [cluster.decode(f"decode-{i}", hisparse_config=HOT_BUFFER, max_running_requests=8) for i in range(2)]
     cluster.wait_ready()
 
-    with Load(cluster.url, references["deepseek_v32"], JOBS).running(6) as clients:
+    with Load([cluster.url], references["deepseek_v32"], JOBS).running(6) as clients:
         for leaving in (decodes[0], prefills[0]):
             clients.wait_for_more(6)
             wait_until(lambda node=leaving: not holds_nothing(node), what=f"{leaving.name} to have work")

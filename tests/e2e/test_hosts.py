@@ -91,7 +91,7 @@ class Site:
     @contextmanager
     def under_load(self) -> Iterator[None]:
         """Meanwhile, clients ask for one prompt after another. All answers are exact."""
-        with Load(self.cluster.url, self.reference, JOBS).running(4):
+        with Load([self.cluster.url], self.reference, JOBS).running(4):
             yield
 
     def landed(self, prefill: Node, decode: Node) -> int:

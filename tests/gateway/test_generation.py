@@ -72,6 +72,18 @@ def test_a_request_that_was_at_two_nodes_when_they_died_goes_to_no_third(tokens:
         one.failed(NODES[2], NodeFailed("died", died=True))
 
 
+def test_ranks_that_died_together_are_one_death() -> None:
+    one = generation()
+    for node, group in ((NODES[0], "a"), (NODES[1], "a"), (NODES[2], "b")):
+        one.placed(group)
+        if group == "b":
+            with pytest.raises(ApiError, match="at 2 decode nodes when they were lost"):
+                one.failed(node, NodeFailed("died", died=True))
+        else:
+            one.failed(node, NodeFailed("died", died=True))
+            assert one.dead == {"a"}
+
+
 def test_a_begun_request_moves_as_often_as_its_limit_allows() -> None:
     one = generation(migrations=1)
     for node in NODES[:3]:

@@ -133,6 +133,25 @@ def test_a_request_that_kills_nodes_is_not_sent_to_a_third(fresh: World) -> None
     assert third.generated == []
 
 
+def test_ranks_that_die_together_count_once(fresh: World) -> None:
+    """The other rank had taken the request before it died. It was tried as there was no other node."""
+    ranks = [fresh.start_decode(queued_tokens=number, rank_group="one node") for number in range(2)]
+    fresh.decode.reject = "draining"
+    for number, rank in enumerate(ranks, 1):
+        rank.hold_after = number
+    gateway = fresh.gateway.gateway.control.me
+    with fresh.stream(max_tokens=4) as data:
+        said = []
+        for rank in ranks:
+            said.append(next(data))
+            if rank is ranks[1]:
+                fresh.decode.reject = None
+            [mine] = rank.generated
+            rank.send(gateway, Output(mine.request_id, len(said), finish_reason="lost"))
+        assert texts([*said, *data]) == "abca"
+    assert len(fresh.decode.generated) > 1, "it was asked before the other rank"
+
+
 def test_a_node_that_was_dead_already_did_not_die_of_the_request(fresh: World) -> None:
     """Ranks of a node die together, and the gateway notices one first."""
     fresh.decode.hold_after = 2

@@ -29,6 +29,25 @@ def beat(queued: int = 0, ready: bool = True) -> Heartbeat:
     return Heartbeat(via=VIA, ready=ready, queued_tokens=queued)
 
 
+def test_ranks_of_a_group_that_died_are_the_last_to_be_tried(registry: NodeRegistry) -> None:
+    for number, queued, group in ((2, 0, "a"), (3, 0, "a"), (4, 100, "")):
+        registry.register(peer(number), offer(rank_group=group), 0.0)
+        registry.heartbeat(peer(number), beat(queued), 0.0)
+    assert [registry.rank_group(peer(number)) for number in (3, 4, 5)] == ["a", "", ""]
+    assert registry.pick_decode(10, {"2a"}, 0.0) == peer(3)
+    assert registry.pick_decode(10, {"2a"}, 0.0, avoid={"a"}) == peer(4)
+    assert registry.pick_decode(10, {"2a"}, 0.0, avoid={"a", "4a"}) == peer(3), "the better of two that are avoided"
+
+
+def test_kv_use_is_the_mean_of_live_decode_nodes(registry: NodeRegistry) -> None:
+    registry.heartbeat(peer(1, "prefill"), beat(), 0.0)
+    for number, usage in ((2, 0.5), (3, 1.0)):
+        registry.heartbeat(peer(number), beat().model_copy(update={"kv_usage": usage}), float(number))
+    assert registry.kv_usage(3.5) == 0.75
+    assert registry.kv_usage(5.5) == 1.0
+    assert registry.kv_usage(9.0) == 0.0
+
+
 @pytest.fixture
 def registry() -> NodeRegistry:
     registry = NodeRegistry()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from base.block_hashes import BlockHashes, block_hashes
+from base.block_hashes import BlockHashes, StoredBlocks, block_hashes
 from control.membership import CacheReports
 from tests.gateway.nodes import FakeNode, wait_until
 from tests.gateway.world import World
@@ -19,7 +19,7 @@ def hashes(blocks: int = 3) -> BlockHashes:
 def report(node: FakeNode, gained: BlockHashes) -> CacheReports:
     """Tell the gateway what the node has cached, by the real code."""
     reports = CacheReports(node.membership, lambda limit: gained[:limit])
-    reports.stored(gained)
+    reports.stored(StoredBlocks(gained, np.array(PROMPT), None, ""))
     wait_until(lambda: node.membership.cache_serials())
     reports.send(1.0)
     wait_until(lambda: node.membership.cache_serials() == {node.gateway_address: 1})
@@ -57,7 +57,7 @@ def test_prefill_nodes_are_ranked_by_what_they_have(fresh: World) -> None:
 def test_least_loaded_routing_wants_no_updates(fresh: World) -> None:
     nodes = [fresh.decode, fresh.start_decode(queued_tokens=1)]
     reports = CacheReports(nodes[1].membership, lambda limit: hashes()[:limit])
-    reports.stored(hashes())
+    reports.stored(StoredBlocks(hashes(), np.array(PROMPT), None, ""))
     reports.send(1.0)
     ask(fresh)
     assert nodes[1].membership.cache_serials() == {}

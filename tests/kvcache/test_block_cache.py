@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from base.block_hashes import BLOCK_TOKENS, BlockHashes, block_hashes
+from base.block_hashes import BLOCK_TOKENS, BlockHashes, StoredBlocks, block_hashes
 from kvcache.block_cache import BLOCK_BYTES, BlockCache
 from kvcache.extents import HeldBlocks, SlotAccountingError
 from tests.kvcache.prefix_model import PrefixModel
@@ -189,8 +189,8 @@ class Heard:
         self.stored_hashes: list[int] = []
         self.removed_hashes: list[int] = []
 
-    def stored(self, hashes: BlockHashes) -> None:
-        self.stored_hashes += hashes.tolist()
+    def stored(self, blocks: StoredBlocks) -> None:
+        self.stored_hashes += blocks.hashes.tolist()
 
     def removed(self, hashes: BlockHashes) -> None:
         self.removed_hashes += hashes.tolist()
