@@ -206,6 +206,12 @@ class PrefixFetches:
         seconds = time.monotonic() - fetch.asked_at
         self._metrics.prefix_fetched_bytes.inc(report.num_bytes)
         self._metrics.prefix_fetch_seconds.observe(seconds)
+        attempt.span.record(
+            "fetch",
+            fetch.asked_at,
+            attributes=lambda: {"tokens": fetch.stop - fetch.start, "bytes": report.num_bytes},
+            error=report.error,
+        )
         if report.error is not None or not report.in_time:
             attempt.leave_step()
         if report.error is not None:
