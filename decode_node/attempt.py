@@ -129,7 +129,8 @@ class PrefillAttempt:
             cache_salt=request.generate.cache_salt,
             prompt_logprobs=None if self.prompt_logprobs is None else request.generate.prompt_logprobs,
             ranks=tuple(rank.boot_id for rank in self.ranks),
-            traceparent=self.span.traceparent,
+            # A node that makes no spans itself passes the gateway's context on.
+            traceparent=self.span.traceparent or request.generate.traceparent,
         )
 
     @property

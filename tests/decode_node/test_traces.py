@@ -89,3 +89,10 @@ def test_an_error_and_a_lost_device_are_failed_spans(traced: Traced) -> None:
     assert (failed.error, failed.attributes["hisparse_pd.reason"]) == ("its tokens may be wrong", "error")
     assert (lost.error, lost.attributes["hisparse_pd.reason"]) == ("the device failed", "lost")
     assert {span.trace_id for span in traced.collector.spans} == {failed.trace_id}
+
+
+def test_a_node_without_a_tracer_passes_the_context_on() -> None:
+    h = World(slow={"a"})
+    h.ask("a", traceparent=PARENT)
+    h.turn()
+    assert [one.traceparent for _, one in h.control.repeated.values() if isinstance(one, PrefillRequest)] == [PARENT]
