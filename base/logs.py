@@ -41,7 +41,7 @@ def configure_logging(level: str, fmt: Literal["text", "json"], process: str) ->
         )
     )
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    for name in ("httpx", "httpcore", "uvicorn", "transformers", "huggingface_hub"):
+    for name in ("httpx", "httpcore", "uvicorn", "transformers", "huggingface_hub", "urllib3"):
         library = logging.getLogger(name)
         library.setLevel(logging.WARNING)
         # Some have handlers of their own, with another format.

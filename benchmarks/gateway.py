@@ -89,8 +89,8 @@ def _read_streams(port: int, path: str, body: bytes, streams: int, events: "mult
 
 
 @contextlib.contextmanager
-def _gateway(core: int) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
-    """A gateway process on one core, its HTTP port and its control port."""
+def _gateway(core: int, endpoint: str | None) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
+    """A gateway process on one core, its HTTP port and its control port. endpoint: for traces, if it makes any."""
     ports = []
     for _ in range(2):
         with socket.socket() as probe:
@@ -99,7 +99,8 @@ def _gateway(core: int) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
     http, control = ports
     flags = {"model-path": CHECKPOINT, "host": "127.0.0.1", "port": http, "control-port": control}
     limits = {"max-concurrent-requests": 4096, "context-length": _CONTEXT}
-    words = [word for name, value in {**flags, **limits}.items() for word in (f"--{name}", str(value))]
+    traces = {} if endpoint is None else {"otlp-traces-endpoint": endpoint}
+    words = [word for name, value in {**flags, **limits, **traces}.items() for word in (f"--{name}", str(value))]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen([sys.executable, "-m", "cli.main", "gateway", *words], stdout=log, stderr=log)
         try:
@@ -113,9 +114,11 @@ def _gateway(core: int) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
             process.wait(20)
 
 
-def measure(path: str, body: bytes, streams: int, tokens: int, interval_s: float, core: int) -> tuple[float, float]:
+def measure(
+    path: str, body: bytes, streams: int, tokens: int, interval_s: float, core: int, endpoint: str | None
+) -> tuple[float, float]:
     """Microseconds of the gateway's processor per token, and events per token that the client got."""
-    with _gateway(core) as (process, port, control_port):
+    with _gateway(core, endpoint) as (process, port, control_port):
         address = f"127.0.0.1:{control_port}"
         prefill, decode = ScriptedNode(address, "prefill", max_request_tokens=_CONTEXT), SteppingNode(address)
         try:
@@ -161,6 +164,7 @@ def main(
     interval_ms: Annotated[float, typer.Option(help="From one step of the decode node to the next.")] = 40.0,
     rounds: Annotated[int, typer.Option(help="Measurements of each endpoint; the median is printed.")] = 3,
     core: Annotated[int, typer.Option(help="Which core the gateway gets.")] = 0,
+    otlp_traces_endpoint: Annotated[str | None, typer.Option(help="Where the gateway exports traces to.")] = None,
 ) -> None:
     """Measure the processor time of the gateway for each streamed token."""
     prompt = f'"stream": true, "max_tokens": {tokens}, "temperature": 0'
@@ -169,7 +173,10 @@ def main(
         "/v1/chat/completions": f'{{"messages": [{{"role": "user", "content": "hello"}}], {prompt}}}',
     }
     for path, body in bodies.items():
-        results = [measure(path, body.encode(), streams, tokens, interval_ms / 1e3, core) for _ in range(rounds)]
+        results = [
+            measure(path, body.encode(), streams, tokens, interval_ms / 1e3, core, otlp_traces_endpoint)
+            for _ in range(rounds)
+        ]
         median = statistics.median(us for us, _ in results)
         shown = ", ".join(f"{us:.1f}" for us, _ in results)
         print(f"{path}: {median:.1f} us of processor per token ({shown}), {results[0][1]:.2f} events per token")

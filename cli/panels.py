@@ -27,7 +27,7 @@ PANELS: Mapping[str, str] = {
         strict_fields""",
     "Limits": """max_concurrent_requests max_body_mib max_total_body_mib max_answer_mib max_total_answer_mib
         header_timeout""",
-    "Logs": "log_level log_format",
+    "Logs and traces": "log_level log_format otlp_traces_endpoint",
 }
 """The fields of configurations by subject, in the order of --help. What is in none comes after them."""
 _PANEL_OF = {field: panel for panel, fields in PANELS.items() for field in fields.split()}

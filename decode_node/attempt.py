@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
+from base.tracing import NO_SPAN, TraceSpan
 from control.messages import AttemptId, ChunkDone, Destination, FetchGrant, Peer, PrefillDone, PrefillRequest
 from control.prompt_logprobs import PromptLogprobTable
 from decode_node.request import Request
@@ -86,6 +87,8 @@ class PrefillAttempt:
     """Collects log probabilities of the prompt, if the request asks for them."""
     ranks: tuple[Peer, ...] = ()
     """The node's other processes. They write and read, too."""
+    span: TraceSpan = NO_SPAN
+    """Of its request in state PREFILLING."""
     state: AttemptState = AttemptState.REQUESTED
     ended_at: float | None = None
     computed: int = 0
@@ -126,6 +129,8 @@ class PrefillAttempt:
             cache_salt=request.generate.cache_salt,
             prompt_logprobs=None if self.prompt_logprobs is None else request.generate.prompt_logprobs,
             ranks=tuple(rank.boot_id for rank in self.ranks),
+            # A node that makes no spans itself passes the gateway's context on.
+            traceparent=self.span.traceparent or request.generate.traceparent,
         )
 
     @property

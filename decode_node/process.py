@@ -101,6 +101,7 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
             ),
             grammars,
             ranks,
+            shell.tracer,
         )
         membership = Membership(
             shell.control,

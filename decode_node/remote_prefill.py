@@ -29,6 +29,7 @@ from control.messages import (
     Quiesced,
 )
 from control.plane import ControlPlane
+from decode_node import spans
 from decode_node.attempt import AttemptState, AttemptTable, PrefillAttempt, chunk_of
 from decode_node.prefill_nodes import PrefillNodes
 from decode_node.prefix_reads import PrefixReads
@@ -113,7 +114,9 @@ class RemotePrefill:
             request.host_slots or NO_SLOTS,
             request.logprobs_to_compute(),
             ranks,
+            request.stage,
         )
+        attempt.span.note(lambda: spans.asked(attempt))
         self._reservations.open(attempt.id, node, slots, len(slots), ranks)
         self._attempts[attempt.id] = attempt
         self.nodes.begun(node, request.request_id)
@@ -149,6 +152,7 @@ class RemotePrefill:
         request.prefilled_by = attempt.node.address
         if attempt.prompt_logprobs is not None:
             request.prompt_logprobs = attempt.prompt_logprobs
+        attempt.span.note(lambda: spans.landed(done))
         request.tried.clear()
         request.prefill_attempts = 0
         request.move(RequestState.LANDED)
@@ -187,6 +191,7 @@ class RemotePrefill:
         self._give_back(attempt, reason)
 
     def _give_back(self, attempt: PrefillAttempt, reason: str) -> None:
+        attempt.span.fail(reason)
         self.abandon(attempt.request)
         attempt.request.move(RequestState.WAITING)
         self._on_lost(attempt.request, reason)

@@ -10,11 +10,13 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from base.tracing import NO_SPAN, TraceSpan
 from control.messages import AttemptId, FinishReason, Generate, Peer, Sampling
 from control.prompt_logprobs import PromptLogprobTable, too_many
 from engine.adjustments import BannedTokens, adjusts
 from engine.grammar.state import GrammarState
 from engine.sampling import RandomStream
+from hisparse.swap_in import SwapInCounters
 from kvcache.extents import HostSlots
 
 
@@ -40,6 +42,16 @@ class RequestState(Enum):
     """It holds nothing."""
 
 
+_SPANS = {
+    RequestState.WAITING: "queue",
+    RequestState.PREFILLING: "prefill",
+    RequestState.LOCAL_PREFILL: "local prefill",
+    RequestState.STAGING: "staging",
+    RequestState.LANDED: "admission",
+    RequestState.RUNNING: "decode",
+    RequestState.RETRACTED: "retracted",
+}
+"""What the span of each state is called."""
 _GIVEN_UP = {RequestState.WAITING, RequestState.FINISHED}
 _NEXT = {
     RequestState.WAITING: {
@@ -94,10 +106,22 @@ class Request:
     """Whether its KV may be cached. Not if something may still be written to its slots, be it the same."""
     prompt_logprobs: PromptLogprobTable | None = None
     """Those of its prompt, if they are asked for, once the prompt has landed for the first time."""
+    span: TraceSpan = NO_SPAN
+    """From its arrival to its end."""
+    stage: TraceSpan = field(init=False)
+    """The span of the state that it is in."""
+    retractions: int = 0
+    """How often it lost its slots."""
+    swapped: SwapInCounters | None = None
+    """The node's counters when it was admitted, if it is traced."""
+    drafted: int = 0
+    accepted: int = 0
+    """Drafts that were verified, and those that became tokens."""
 
     def __post_init__(self) -> None:
         self.generated = list(self.generate.generated)
         self.launched = len(self.generated)
+        self.stage = self.span.child(_SPANS[self.state], self.moved_at)
 
     @property
     def resumed_at(self) -> int:
@@ -193,7 +217,10 @@ class Request:
             raise RuntimeError(f"request {self.request_id} is {self.state.value} and cannot become {to.value}")
         now = time.monotonic()
         self.spent[self.state] += now - self.moved_at
+        self.stage.end(now)
         self.state, self.moved_at = to, now
+        if to is not RequestState.FINISHED:
+            self.stage = self.span.child(_SPANS[to], now)
 
     def finish_reason(self) -> FinishReason | None:
         """Why the newest token ends the request, or None."""

@@ -12,7 +12,9 @@ import structlog
 from base.block_hashes import BLOCK_TOKENS
 from base.metrics import Metrics
 from base.tombstones import Tombstones
+from base.tracing import NO_TRACER, Tracer
 from control.messages import FinishReason, Generate, Peer, Rejected, Token
+from decode_node import spans
 from decode_node.grammars import Grammars
 from decode_node.local_prefill import LocalPrefill
 from decode_node.outputs import OutputStream
@@ -52,6 +54,7 @@ class Scheduler:
         limits: Limits,
         grammars: Grammars,
         ranks: Ranks,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self.requests = RequestTable()
         self.outputs = outputs
@@ -63,6 +66,7 @@ class Scheduler:
         self._limits = limits
         self._slots = SlotManager(self.requests, coordinator, remote, local, metrics)
         self._grammars = grammars
+        self._tracer = tracer
         self._steps = Stepper(runner, coordinator, metrics, grammars, self._step_failed, ranks)
         self._ended: Tombstones[str] = Tombstones()
         self._stalled = False
@@ -86,7 +90,7 @@ class Scheduler:
         if len(self.requests.in_state(RequestState.WAITING)) >= self._limits.max_waiting:
             reason = f"{self._limits.max_waiting} requests are waiting already"
             return Rejected(request_id=request_id, code="queue_full", reason=reason, retry_after=1.0)
-        request = Request(generate, gateway)
+        request = Request(generate, gateway, span=self._tracer.join("llm_request", generate.traceparent))
         self.requests.add(request)
         if generate.grammar is not None:
             self._grammars.compile(request)
@@ -240,6 +244,8 @@ class Scheduler:
         if computed.tokens and (drafted := min(len(request.drafts), computed.width - 1)):
             accepted = len(computed.tokens) - 1
             self._runner.policy.note_drafts(drafted, accepted)
+            request.drafted += drafted
+            request.accepted += accepted
             self._metrics.draft_tokens.inc(drafted)
             self._metrics.accepted_draft_tokens.inc(accepted)
         request.launched += len(computed.tokens) - 1
@@ -261,6 +267,7 @@ class Scheduler:
                 admission=request.spent[RequestState.LANDED],
                 first_step=time.monotonic() - request.moved_at,
             )
+            request.stage.record("first step", request.moved_at)
         if request.grammar is not None:
             try:
                 request.grammar.advance(token.token_id)
@@ -304,12 +311,14 @@ class Scheduler:
         """Tell every gateway that this node is lost. Nothing is released: this process ends."""
         for request in self.requests.values():
             self.outputs.end(request, "lost", error)
+            spans.end(request, "lost", error)
         self.outputs.flush()
 
     def _close(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         # What a failed step has left may be wrong.
         self._slots.release(request, keep=reason != "error")
         request.move(RequestState.FINISHED)
+        spans.end(request, reason, error)
         self._grammars.forget(request)
         del self.requests[request.request_id]
         self._ended.add(request.request_id)

@@ -6,6 +6,7 @@ import structlog
 
 from base.metrics import Metrics
 from control.messages import Peer
+from decode_node import spans
 from decode_node.local_prefill import LocalPrefill
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Request, RequestState, RequestTable
@@ -153,6 +154,7 @@ class SlotManager:
         if not self._coordinator.admit_request_direct(request.request_id, request.host_slots, num_tokens, limit):
             return False
         request.host_slots, request.drafts = None, ()
+        request.swapped = self._coordinator.counters() if request.span.is_recorded else None
         return True
 
     def make_room(self) -> list[Request]:
@@ -183,7 +185,7 @@ class SlotManager:
                 self._release_prefix(request)
             case RequestState.RUNNING | RequestState.LANDED | RequestState.RETRACTED:
                 if request.state is RequestState.RUNNING:
-                    request.host_slots = self._coordinator.retract_request(request.request_id)
+                    self._leave_device(request)
                 if keep:
                     self._cache(request)
                 self._release_host(request)
@@ -231,8 +233,9 @@ class SlotManager:
 
     def _retract(self, request: Request) -> None:
         """Take its device slots. Its KV stays on the host, and it resumes by another direct admission."""
-        request.host_slots = self._coordinator.retract_request(request.request_id)
+        self._leave_device(request)
         request.move(RequestState.RETRACTED)
+        request.retractions += 1
         self._metrics.retractions.labels("device").inc()
         log.info("retracted", request_id=request.request_id, kv_tokens=request.kv_tokens)
 
@@ -242,4 +245,10 @@ class SlotManager:
         log.info("gives its host slots up", request_id=request.request_id, kv_tokens=request.kv_tokens, was=was)
         self.release(request)
         request.move(RequestState.WAITING)
+        request.retractions += 1
         self._metrics.retractions.labels("host").inc()
+
+    def _leave_device(self, request: Request) -> None:
+        """Take the device slots of a running request, which gets its host slots."""
+        request.host_slots = self._coordinator.retract_request(request.request_id)
+        request.stage.note(lambda: spans.decoded(request, self._coordinator.counters()))

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -109,7 +110,7 @@ class Verifier:
         return replace(task, digests=Checksums.of(found))
 
     def _verify(self, task: Verification) -> Verification:
-        attempt = task.attempt
+        attempt, started = task.attempt, time.monotonic()
         try:
             mismatches = verify(
                 task.checksums.rows(),
@@ -122,7 +123,11 @@ class Verifier:
             # Only this attempt fails, and is repeated elsewhere; the thread goes on.
             log.exception("verification failed", **attempt.id.log_fields)
             return replace(task, error=str(failure))
-        return replace(task, mismatches=tuple(mismatches))
+        verified = replace(task, mismatches=tuple(mismatches))
+        attempt.span.record(
+            "verify", started, attributes=lambda: {"checksums": len(task.checksums)}, error=verified.failure_reason
+        )
+        return verified
 
 
 def _describe(mismatch: Mismatch) -> str:

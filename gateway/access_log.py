@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from base.tracing import NO_SPAN, AttributeValue, Tracer, TraceSpan
 from gateway.endpoints import ENDPOINTS
 from gateway.errors import is_anthropic
 from gateway.preparer import PreparedRequest
@@ -42,6 +43,7 @@ class AccessRecord:
     """What is generated for it."""
     status: int = CLIENT_LEFT
     started: float = field(default_factory=time.monotonic)
+    span: TraceSpan = NO_SPAN
 
     def fields(self) -> dict[str, Any]:
         """What the log says of it, times in seconds. Without a client or prompts there are no fields of these."""
@@ -63,17 +65,47 @@ class AccessRecord:
             "ttft_s": round(min(first_tokens), 4) if first_tokens else None,
         }
 
+    def attributes(self) -> dict[str, AttributeValue | None]:
+        """What the span of the request says of it at its end: the names of `gen_ai` are vLLM's."""
+        said: dict[str, AttributeValue | None] = {
+            "http.response.status_code": self.status,
+            "http_request_id": self.http_request_id,
+        }
+        if self.prepared is None:
+            return said
+        generate, outcomes = self.prepared.tokenized[0].generate, [each.outcome for each in self.prepared.tokenized]
+        return {
+            **said,
+            "gen_ai.request.id": self.prepared.request_id,
+            "gen_ai.request.max_tokens": generate.max_new_tokens,
+            "gen_ai.request.n": self.prepared.request.choices,
+            "gen_ai.request.temperature": generate.sampling.temperature,
+            "gen_ai.request.top_p": generate.sampling.top_p,
+            "gen_ai.usage.prompt_tokens": self.prepared.prompt_tokens,
+            "gen_ai.usage.completion_tokens": self.prepared.generated_tokens,
+            "gen_ai.usage.num_sequences": len(outcomes),
+            "gen_ai.latency.time_to_first_token": min((each.ttft for each in outcomes if each.ttft), default=None),
+            "gen_ai.latency.e2e": time.monotonic() - self.started,
+            "cached_tokens": self.prepared.cached_tokens,
+            "migrations": sum(each.migrations for each in outcomes),
+            "reason": "|".join(dict.fromkeys(each.reason for each in outcomes)),
+        }
+
 
 class AccessLog:
     """ASGI middleware, the outermost. answered: counts answers by endpoint and status."""
 
-    def __init__(self, app: ASGIApp, answered: Counter) -> None:
+    def __init__(self, app: ASGIApp, answered: Counter, tracer: Tracer) -> None:
         self._app = app
         self._answered = answered
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = Headers(scope=scope).get("x-request-id", "")
+        headers, endpoint = Headers(scope=scope), endpoint_name(scope["path"])
+        given = headers.get("x-request-id", "")
         access = AccessRecord(given if _SANE_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}")
+        if endpoint not in _PROBES:
+            access.span = self._tracer.serve(f"{scope['method']} {endpoint}", headers, access.started)
         sent_id = access.http_request_id.encode()
         names = (b"x-request-id", b"request-id") if is_anthropic(scope["path"]) else (b"x-request-id",)
 
@@ -87,9 +119,11 @@ class AccessLog:
         try:
             await self._app({**scope, "access": access}, receive, send_with_id)
         finally:
-            endpoint = endpoint_name(scope["path"])
             self._answered.labels(endpoint, str(access.status)).inc()
             say = log.debug if endpoint in _PROBES else log.info
+            access.span.note(access.attributes)
+            access.span.fail(f"HTTP status {access.status}" if access.status >= 500 else None)
+            access.span.end()
             say("answered", endpoint=endpoint, http_request_id=access.http_request_id, **access.fields())
 
 

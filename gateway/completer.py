@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from base.metrics import Metrics
+from base.tracing import NO_SPAN, TraceSpan
 from control.prompt_logprobs import PromptLogprobTable
 from gateway.answers.streamed import StreamedAnswer, encode_json
 from gateway.attempt import Delta, DeltaSink
@@ -70,11 +71,13 @@ class Completer:
             message = f"the model {shown(model)} does not exist; this server serves {served}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def prepare(self, body: bytes, kind: type[GenerationBody], id_prefix: str, client: Client) -> PreparedRequest:
+    async def prepare(
+        self, body: bytes, kind: type[GenerationBody], id_prefix: str, client: Client, span: TraceSpan = NO_SPAN
+    ) -> PreparedRequest:
         """Parse, check and tokenize a request. id_prefix: of its answers' ids. Raises ApiError, as `read` does."""
         now = time.monotonic()
         salt_key = client.key if self.config.prefix_cache_per_key else None
-        arrival = Arrival(now, now + self.config.request_timeout, self.capacity, salt_key)
+        arrival = Arrival(now, now + self.config.request_timeout, self.capacity, salt_key, span)
         may_go_first = self.config.allow_priority or client.goes_first
 
         def prepared(request: GenerationBody) -> PreparedRequest:
@@ -83,7 +86,10 @@ class Completer:
                 self._check_priority(generation, may_go_first)
                 return self.preparer.prepared(request, generation, id_prefix, arrival)
 
-        return await self.read(body, kind, prepared)
+        request = await self.read(body, kind, prepared)
+        span.note(lambda: {"gen_ai.request.model": self.model, "gen_ai.response.model": self.model})
+        span.record("tokenize", now, attributes=lambda: {"prompt_tokens": request.prompt_tokens})
+        return request
 
     async def read(self, body: bytes, kind: type[_Body], work: Callable[[_Body], _Result]) -> _Result:
         """What `work` makes of a body, on a thread. Raises ApiError (504 if that takes longer than a request may)."""

@@ -169,7 +169,8 @@ class DecodeClient:
         # A node that generates other choices of the same prompt comes first.
         others = self._groups.get(request.group, {}).values()
         nodes = (other.node for other in others if other.node.boot_id not in failures and other.failure is None)
-        node = next(nodes, None) or self._registry.pick_decode(
+        beside = next(nodes, None)
+        node = beside or self._registry.pick_decode(
             request.tokens, failures.keys(), now, cached, avoid=generation.dead
         )
         if self._closed:
@@ -180,6 +181,13 @@ class DecodeClient:
                 text, retry_after = "all decode nodes are full; try again later", max(1, math.ceil(min(full)))
                 raise ApiError(429, text, code="queue_full", retry_after=retry_after)
             raise unavailable(self._registry.unready_reason(now) or "no decode node could take the request; try again")
+        generation.span.note(
+            lambda: {
+                "node": node.address,
+                "why": "choices of its prompt are there" if beside else "cached tokens, less load",
+                "candidates": self._registry.candidates("decode", now, cached),
+            }
+        )
         return node
 
     def _begin(
@@ -222,6 +230,10 @@ class DecodeClient:
             }
             pending.key = _key("generate", message.request_id, pending.node)
             self._control.repeat(pending.key, pending.node, message.model_copy(update=for_prefill))
+            for request_id in pending.unanswered:
+                self._attempts[request_id].generation.span.note(
+                    lambda: {"candidates": self._registry.candidates("prefill", now, group_pending.cached)}
+                )
             if prefill_nodes:
                 to_compute = prompt_tokens - group_pending.cached.get(prefill_nodes[0].boot_id, 0)
                 self._registry.assign(prefill_nodes[0], to_compute)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from base.block_hashes import BlockHashes
+from base.tracing import NO_SPAN, TraceSpan
 from control.messages import Generate, Peer, Token
 from gateway.errors import ApiError
 from gateway.outcome import AnswerOutcome
@@ -36,6 +37,8 @@ class TokenizedRequest:
     """Of the prompt's blocks, by which the gateway looks for a node that has them; None if it does not."""
     structure_field: str | None = None
     """The field of the body that the grammar was made of."""
+    span: TraceSpan = field(default=NO_SPAN, compare=False)
+    """Of the client's request."""
     outcome: AnswerOutcome = field(init=False, compare=False, default_factory=AnswerOutcome)
 
     @property
@@ -119,19 +122,27 @@ class Generation:
     """What has died with the request: rank groups, and boot ids of nodes of their own."""
     progress_at: float = field(init=False)
     """When the last token arrived (time.monotonic), or the request."""
+    span: TraceSpan = field(init=False)
+    """Of the phase that it is in."""
 
     def __post_init__(self) -> None:
         self.progress_at = self.request.arrived
+        self.span = self.request.span.child("route")
 
-    def move(self, to: GenerationPhase) -> None:
-        """The only way in which the phase changes. Raises RuntimeError if `to` cannot follow."""
+    def move(self, to: GenerationPhase, span: str | None = None) -> None:
+        """The only way in which the phase changes. Raises RuntimeError if `to` cannot follow.
+
+        span: the name of the span of the new phase, if it has one.
+        """
         if to not in _NEXT[self.phase]:
             raise RuntimeError(f"request {self.request.request_id} is {self.phase.value} and cannot become {to.value}")
         self.phase = to
+        self.span.end()
+        self.span = NO_SPAN if span is None else self.request.span.child(span)
 
     def placed(self, rank_group: str = "") -> Generate:
         """Begin a try at a node. Returns what it is asked for."""
-        self.move(GenerationPhase.WAITING)
+        self.move(GenerationPhase.WAITING, "wait")
         self.rank_group = rank_group
         generate, self.tries = self.request.generate, self.tries + 1
         if self.tries == 1:
@@ -147,14 +158,16 @@ class Generation:
         if not tokens:
             return
         if self.phase is GenerationPhase.WAITING:
-            self.move(GenerationPhase.STREAMING)
+            self.move(GenerationPhase.STREAMING, "stream")
         self.token_ids.extend([token.token_id for token in tokens])
         self.progress_at = now
 
     def failed(self, node: Peer, failure: NodeFailed) -> None:
         """The try at a node has ended before the request. Raises ApiError if the request may not go to another one."""
         begun = self.phase is GenerationPhase.STREAMING
-        self.move(GenerationPhase.PLACING)
+        self.span.fail(str(failure))
+        self.move(GenerationPhase.PLACING, "migrate" if begun or failure.died else "route")
+        self.span.note(lambda: {"from": node.address, "reason": str(failure), "tokens": len(self.token_ids)})
         if begun:
             # Nodes that had no room for it then may have some now.
             self.failures.clear()

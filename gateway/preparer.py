@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from base.block_hashes import BlockHasher
 from base.errors import StartupError
+from base.tracing import NO_SPAN, TraceSpan
 from control.grammar import Grammar, Lark
 from control.messages import Generate
 from gateway.chat_reading import ChatReading
@@ -85,6 +86,7 @@ class Arrival:
     deadline: float
     capacity: Capacity
     salt_key: bytes | None
+    span: TraceSpan = NO_SPAN
 
 
 class Preparer:
@@ -129,12 +131,14 @@ class Preparer:
                     group=f"{request_id}-{number}" if choices > 1 else "",
                     prompt_logprobs=prompt_logprobs,
                     cache_salt=salt,
+                    traceparent=arrival.span.traceparent,
                 ),
                 streams=bool(request.stream),
                 arrived=arrival.time,
                 deadline=arrival.deadline,
                 block_hashes=None if self._block_hasher is None else self._block_hasher(prompt_ids, salt),
                 structure_field=None if field is None else body.names.get(field, field),
+                span=arrival.span,
             )
             for number, prompt_ids in enumerate(prompts)
         ]

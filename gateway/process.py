@@ -14,6 +14,7 @@ from base.errors import StartupError
 from base.logs import configure_logging
 from base.metrics import Metrics
 from base.phase import Phase
+from base.tracing import tracer_to
 from control.keys import cache_seed, load_keys
 from control.messages import (
     Accepted,
@@ -108,6 +109,8 @@ class Gateway:
             self.registry = NodeRegistry(tokenizer.identity, caches)
             chat_format = chat_format_of(config, tokenizer)
             cluster_keys = None if config.key_dir is None else load_keys(config.key_dir, "gateway")
+            address = f"{config.advertised_host}:{self.port}"
+            self.tracer = tracer_to(config.otlp_traces_endpoint, "gateway", address)
             self.control = ControlPlane(
                 "gateway",
                 config.bound_control_host,
@@ -148,7 +151,7 @@ class Gateway:
             app, keys, limits, self._answers, usage, self.metrics.http_refused, config.allowed_origins
         )
         self._http = HttpServer(
-            AccessLog(self._admission, self.metrics.http_requests),
+            AccessLog(self._admission, self.metrics.http_requests, self.tracer),
             self._listener,
             ConnectionLimits(_max_connections(config.max_concurrent_requests), config.header_timeout),
             self.metrics.http_refused,
@@ -200,6 +203,7 @@ class Gateway:
             task.cancel()
         self.control.stop()
         self._completer.close()
+        self.tracer.close()
         for task in running:
             if task.done() and (failure := task.exception()):
                 raise failure

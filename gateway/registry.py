@@ -162,6 +162,11 @@ class NodeRegistry:
         able = [node for node in ready if node.offer.max_request_tokens >= prompt_tokens]
         return _ranked(able, cached) + _ranked([node for node in ready if node not in able], cached)
 
+    def candidates(self, role: Role, now: float, cached: Mapping[str, int]) -> list[str]:
+        """For traces, the nodes that can take requests with what they are chosen by. cached: by boot id."""
+        nodes = self._ready_prefill(now) if role == "prefill" else self._usable_decode(now)
+        return [f"{node.peer.address} cached={cached.get(node.peer.boot_id, 0)} load={node.load}" for node in nodes]
+
     def cached(self, hashes: BlockHashes | None) -> dict[str, int]:
         """How many tokens of a prompt nodes have, by boot id. hashes: uint64 [blocks]; None if they do not matter."""
         return {} if self._caches is None or hashes is None else self._caches.matched(hashes)

@@ -61,9 +61,10 @@ class ApiServer:
         """The complete answer, or a stream once it has its first tokens: until then an error has an HTTP status."""
         completer, use = self._completer, scope["use"]
         counted: RequestBytes = scope["counted"]
-        held = counted.answers
-        prepared = await completer.prepare(body, endpoint.body, endpoint.id_prefix, use.client)
-        scope["access"].prepared = prepared
+        held, access = counted.answers, scope["access"]
+        access.span.record("receive", access.started)
+        prepared = await completer.prepare(body, endpoint.body, endpoint.id_prefix, use.client, access.span)
+        access.prepared = prepared
         use.prompt(prepared.prompt_tokens)
         counted.prompt(prepared.prompt_tokens)
         if reason := self._rejection_reason():

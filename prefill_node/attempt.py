@@ -13,6 +13,7 @@ from typing import Self
 
 import torch
 
+from base.tracing import NO_SPAN, TraceSpan
 from control import messages
 from control.messages import AttemptId, ChunkDone, Peer, PrefillDone, PrefillFailed, PrefillRequest
 from control.prompt_logprobs import PromptLogprobs
@@ -147,7 +148,9 @@ class HeldAttempt(PrefillJob):
     num_descriptors: int = 0
     seconds: float = 0.0
     """How long something of it was being written. Chunks overlap: one is posted before the one before has ended."""
+    written_from: float | None = None
     written_until: float = 0.0
+    span: TraceSpan = NO_SPAN
     chunks_announced: int = 0
     """Chunks that have a ChunkDone of their own."""
     last_checksums: list[Checksum] = field(default_factory=list)
@@ -156,7 +159,7 @@ class HeldAttempt(PrefillJob):
     """Those that were computed and are in no message yet."""
 
     @classmethod
-    def of(cls, request: PrefillRequest, decode: Peer) -> Self:
+    def of(cls, request: PrefillRequest, decode: Peer, span: TraceSpan = NO_SPAN) -> Self:
         slots = expand_extents(request.extents, len(request.token_ids) - request.start)
         attempt = cls(
             torch.tensor((*request.token_ids, request.last_token_id)),
@@ -166,6 +169,7 @@ class HeldAttempt(PrefillJob):
             request.start,
             slots,
             prompt_logprobs=request.prompt_logprobs,
+            span=span,
         )
         attempt.salt = request.cache_salt
         return attempt
@@ -190,6 +194,7 @@ class HeldAttempt(PrefillJob):
         """It waits no longer for its turn. Only the first call counts."""
         if self.begun_at is None:
             self.begun_at = time.monotonic()
+            self.span.record("queue", self.arrived_at, self.begun_at)
 
     def leave_step(self) -> None:
         """What a step computes of it, or will, after a prefix that is not all there, does not count."""
@@ -208,6 +213,7 @@ class HeldAttempt(PrefillJob):
         self.num_bytes += report.num_bytes
         self.num_descriptors += report.num_descriptors
         self.seconds += report.seconds(since=self.written_until)
+        self.written_from = self.written_from or report.posted_at
         self.written_until = report.ended_at
         if stop == self.num_tokens:
             self.last_checksums = report.checksums

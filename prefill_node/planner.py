@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import structlog
 
 from base.metrics import Metrics
+from base.tracing import NO_TRACER, Tracer
 from control.messages import AttemptId, FetchGrant, FetchRefused, Peer, PrefillRequest, Progress, Quiesced
 from engine.chunked import ChunkedPrefill, PrefillStep
 from engine.device import DeviceFailed
@@ -19,6 +20,7 @@ from prefill_node.dispatch import Dispatch, Transfer
 from prefill_node.offer import Destinations, Offer
 from prefill_node.orders import End, LayersRead, Order, Report, StepEnded, TransferReport
 from prefill_node.prefixes import PrefixFetches
+from prefill_node.spans import record_chunk, record_compute, record_transfer
 from ranks.barrier import GroupFailed
 from ranks.executor import Executor
 
@@ -52,6 +54,7 @@ class PrefillPlanner:
         metrics: Metrics,
         transfer_timeout: float,
         fetch_policy: FetchPolicy = "auto",
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         """transfer_timeout: seconds that an attempt's transfer may go on after its computation. fetch_policy: for
         prefixes that decode nodes have."""
@@ -63,6 +66,7 @@ class PrefillPlanner:
         self._offer = offer
         self._transfer_timeout = transfer_timeout
         self._metrics = metrics
+        self._tracer = tracer
         self._destinations = Destinations()
         self._updates: list[Update] = []
         self._fetches = PrefixFetches(
@@ -100,7 +104,9 @@ class PrefillPlanner:
     def start(self, decode: Peer, request: PrefillRequest) -> None:
         """Compute the KV of a request that was not rejected, and write it where the request says."""
         self._dispatch.serve(self._dispatch.served | {decode})
-        attempt = self.held[request.attempt] = HeldAttempt.of(request, decode)
+        attempt = self.held[request.attempt] = HeldAttempt.of(
+            request, decode, self._tracer.join("attempt", request.traceparent)
+        )
         self._prefill.add(attempt)
 
     def stop(self, attempt: HeldAttempt, reason: str | None = None) -> bool:
@@ -243,6 +249,7 @@ class PrefillPlanner:
                 self._fetches.compute_cost.observe(ranges, time.monotonic() - running.started_at)
         for at, (attempt, chunk) in enumerate(chunks):
             attempt.in_flight.discard(ended.number)
+            record_chunk(attempt, chunk, running.step, running.started_at, ended.error, attempt in void)
             if ended.error is not None:
                 self.stop(attempt, ended.error)
             elif attempt in void:
@@ -310,6 +317,7 @@ class PrefillPlanner:
                 attempt.move(HeldState.SENDING)
                 self._metrics.prefix_cache_queries.labels("prefill").inc(attempt.num_tokens)
                 self._metrics.prefix_cache_hits.labels("prefill").inc(attempt.cached)
+                record_compute(attempt)
         if attempt.in_flight:
             return
         if attempt.state is HeldState.STOPPING:
@@ -343,6 +351,7 @@ class PrefillPlanner:
             prefill=attempt.computed_at - begun,
             transfer=time.monotonic() - attempt.computed_at,
         )
+        record_transfer(attempt)
 
     def _send_cached(self, attempt: HeldAttempt) -> None:
         """In pieces of the size of chunks, so that the decode node verifies one while the next is sent."""
@@ -354,6 +363,8 @@ class PrefillPlanner:
     def _end(self, attempt: HeldAttempt) -> None:
         """The one place where an attempt's pages are released. Raises SlotAccountingError if any has leaked."""
         attempt.move(HeldState.ENDED)
+        attempt.span.fail(attempt.failure)
+        attempt.span.end()
         self._prefill.release(attempt)
         if all(held.state is HeldState.ENDED for held in self.held.values()):
             self._prefill.pages.check_idle()

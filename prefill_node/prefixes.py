@@ -234,6 +234,9 @@ class PrefixFetches:
 
     def _end(self, attempt: HeldAttempt, error: str | None = None, failure: FetchFailure | None = None) -> None:
         """The attempt goes on, unless it was stopped: then the end of its reads is told with the end of the attempt."""
+        fetch = _fetch_of(attempt)
+        tokens = fetch.stop - fetch.start
+        attempt.span.record("fetch", fetch.asked_at, attributes=lambda: {"tokens": tokens}, error=error)
         if attempt.state.is_fetching:
             if failure is not None:
                 self._note_failure(attempt, error, failure)

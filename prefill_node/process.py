@@ -68,7 +68,13 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
         executor = Executor(ranks, new_worker, OF_FIRST, partial(shell.inbox.put, None))
         at_end.callback(executor.close, timeout=1.0)
         planner = PrefillPlanner(
-            prefill, executor, offer, shell.metrics, config.transfer_timeout, config.fetch_prefixes
+            prefill,
+            executor,
+            offer,
+            shell.metrics,
+            config.transfer_timeout,
+            config.fetch_prefixes,
+            shell.tracer,
         )
         membership = Membership(
             shell.control,

@@ -51,6 +51,9 @@ class ProcessConfig:
         Literal["debug", "info", "warning", "error"], Flag("Least severe level to log.", case_sensitive=False)
     ] = "info"
     log_format: Annotated[Literal["text", "json"], Flag("text (key=value) or json.")] = "text"
+    otlp_traces_endpoint: Annotated[
+        str | None, Flag("URL of an OTLP collector for traces of requests, as http://collector:4318/v1/traces.")
+    ] = None
 
     @property
     def advertised_host(self) -> str:

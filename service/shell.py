@@ -13,6 +13,7 @@ from fastapi import APIRouter
 
 from base.errors import StartupError
 from base.metrics import Metrics
+from base.tracing import tracer_to
 from control.discovery import GatewayAddresses
 from control.keys import cache_seed, group_secret, load_keys
 from control.membership import HEARTBEAT_S, CacheReports, Membership
@@ -70,6 +71,8 @@ class NodeShell(Generic[Event]):
             keys = None if config.key_dir is None else load_keys(config.key_dir, role)
             self.cache_seed = cache_seed(keys)
             self.group_secret = group_secret(keys)
+            address = f"{config.advertised_host}:{self._listener.getsockname()[1]}"
+            self.tracer = tracer_to(config.otlp_traces_endpoint, role, address)
             self.control = ControlPlane(
                 role,
                 config.host,
@@ -182,6 +185,7 @@ class NodeShell(Generic[Event]):
         self.control.stop()
         if self._kv_events is not None:
             self._kv_events.close()
+        self.tracer.close()
 
     def _deliver(self, sender: Peer, message: Message) -> None:
         """On the control thread: pass a message to membership and to the node's loop."""

@@ -12,6 +12,8 @@ HostPort = Annotated[str, Field(pattern=ADDRESS_PATTERN, max_length=262)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 CacheSalt = Annotated[str, Field(max_length=128)]
 TokenIds = Annotated[tuple[TokenId, ...], Field(max_length=2**24)]
+TraceParent = Annotated[str, Field(pattern=r"^(00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?$")]
+"""The context of a span, as W3C Trace Context has it; empty if the request is not traced."""
 
 
 GATEWAY: frozenset[Role] = frozenset({"gateway"})

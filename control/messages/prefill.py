@@ -6,7 +6,17 @@ from pydantic import Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
 
 from base.wire import Identifier, UInt
-from control.messages.common import DECODE, MAX_RANKS, PREFILL, CacheSalt, Message, ModelIdentity, TokenId, TokenIds
+from control.messages.common import (
+    DECODE,
+    MAX_RANKS,
+    PREFILL,
+    CacheSalt,
+    Message,
+    ModelIdentity,
+    TokenId,
+    TokenIds,
+    TraceParent,
+)
 from control.prompt_logprobs import Alternatives, PromptLogprobs
 from transfer.memory import Checksums, RemotePool
 
@@ -52,6 +62,7 @@ class PrefillRequest(Message, sent_by=DECODE):
     cache_salt: CacheSalt = ""
     prompt_logprobs: Alternatives | None = None
     ranks: Annotated[tuple[Identifier, ...], Field(max_length=MAX_RANKS)] = ()
+    traceparent: TraceParent = ""
 
     @model_validator(mode="after")
     def _extents_cover_tokens(self) -> Self:

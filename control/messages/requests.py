@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from base.wire import Identifier, UInt, WireModel
 from control.grammar import Grammar
-from control.messages.common import DECODE, GATEWAY, CacheSalt, Message, Peer, RankPeers, TokenId, TokenIds
+from control.messages.common import DECODE, GATEWAY, CacheSalt, Message, Peer, RankPeers, TokenId, TokenIds, TraceParent
 from control.prompt_logprobs import Alternatives
 
 MAX_BIASES = 1024
@@ -84,6 +84,7 @@ class Generate(Message, sent_by=GATEWAY):
     prefill_nodes: tuple[Peer, ...] = ()
     longest_prompts: dict[Identifier, UInt] = Field(default_factory=dict)
     prefill_ranks: dict[Identifier, RankPeers] = Field(default_factory=dict)
+    traceparent: TraceParent = ""
     further: Annotated[tuple[FurtherChoice, ...], Field(max_length=MAX_CHOICES - 1)] = ()
 
     @model_validator(mode="after")
