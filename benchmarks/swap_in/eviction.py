@@ -23,6 +23,8 @@ Trace = npt.NDArray[np.int64]
 """[steps, k]: selected positions of each step, -1 for none. The newest position of step t is `first + t`."""
 
 NEVER = 2**40
+Policy = Callable[[Trace, int, int, int], float]
+"""Hit rate of a trace, its first newest position, a number of hot slots, and the step to count from."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from base.errors import StartupError
 from benchmarks.program import run
-from benchmarks.swap_in.eviction import Trace, play_clock, play_fifo, play_lru, play_optimum
+from benchmarks.swap_in.eviction import Policy, Trace, play_clock, play_fifo, play_lru, play_optimum
 
 LRU_MISSES = (0.300, 0.134, 0.067)
 """Of what a token selects, with k, 2k and 4k slots."""
@@ -117,9 +117,12 @@ def main(
     table = Table(box=None, pad_edge=False)
     for heading in ("policy", "hot slots", "misses % of k", "published"):
         table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
-    cases = [(play_lru, "LRU", 1 << doubled, misses) for doubled, misses in enumerate(LRU_MISSES)]
-    cases += [(play_fifo, "FIFO", 2, _FIFO_MISSES), (play_optimum, "optimum", 2, _OPTIMUM_MISSES)]
-    cases += [(play_clock, "ours", size, None) for size in (1, 2, 4)]
+    cases: list[tuple[Policy, str, int, float | None]] = [
+        *((play_lru, "LRU", 1 << doubled, misses) for doubled, misses in enumerate(LRU_MISSES)),
+        (play_fifo, "FIFO", 2, _FIFO_MISSES),
+        (play_optimum, "optimum", 2, _OPTIMUM_MISSES),
+        *((play_clock, "ours", size, None) for size in (1, 2, 4)),
+    ]
     for play, policy, size, published in cases:
         missed = 1 - play(trace, context_length, size * top_k, since)
         table.add_row(policy, f"{size}k", f"{100 * missed:.1f}", f"{100 * published:.1f}" if published else "")

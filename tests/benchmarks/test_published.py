@@ -2,7 +2,6 @@
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +9,9 @@ import pytest
 import torch
 
 from base.errors import StartupError
-from benchmarks.swap_in.eviction import Trace, load_trace, play_fifo, play_lru, play_optimum
+from benchmarks.swap_in.eviction import Policy, load_trace, play_fifo, play_lru, play_optimum
 from benchmarks.swap_in.published import LRU_MISSES, StackSelections, main, make_trace
 
-Policy = Callable[[Trace, int, int, int], float]
 K, CONTEXT, STEPS, SETTLING = 256, 4096, 100, 40
 TRACE, FIRST = make_trace(K, CONTEXT, STEPS)
 
