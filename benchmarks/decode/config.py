@@ -24,6 +24,10 @@ class DecodeBench:
     new_positions: Annotated[
         tuple[str, ...], Flag("Selected positions that are new in each step and layer, such as 0,275.")
     ] = ()
+    selections: Annotated[
+        tuple[str, ...],
+        Flag("What steps select instead: published (benchmarks.swap_in.published) or recorded:FILE; may be repeated."),
+    ] = ()
     requests_in_group: Annotated[
         int | None,
         Flag("Requests of all ranks together; default: as many in each. Padding of others hits no experts.", min=1),
