@@ -118,7 +118,7 @@ class HiSparseCoordinator:
         self._copy_stream = copy_stream
         self.staging = StagingArea(backend, copy_stream)
         self.filler = RowFiller(backend, copy_stream)
-        self._resident_rows = resident_rows
+        self.makes_resident = resident_rows
         self._calm_until = 0
         """The step from which on rows are made resident again."""
         self._running: dict[str, _RunningRequest] = {}
@@ -150,7 +150,7 @@ class HiSparseCoordinator:
         if num_tokens <= self.device.device_buffer_size + 1 - self._window:
             self._backend.preload(row, num_tokens)
             self._residency.reset_short(row)
-            if self._resident_rows:
+            if self.makes_resident:
                 self.device.make_resident(row)
         else:
             self._residency.reset_empty(row)
@@ -428,7 +428,7 @@ class HiSparseCoordinator:
     def _start_fill(self) -> None:
         """Begin to fill the shortest row that is not resident, if enough slots stay free for those that grow and for
         the next request."""
-        if not self._resident_rows or self._begun < self._calm_until:
+        if not self.makes_resident or self._begun < self._calm_until:
             return
         rows = [request for request in self._running.values() if not self.device.is_resident(request.row)]
         if not rows:

@@ -35,6 +35,8 @@ def run_decode_bench(config: DecodeBench, console: Console | None = None) -> lis
     new_positions = _numbers("--new-positions", counts, least=0) if counts else []
     console = console or Console()
     device = torch.device("cuda", torch.cuda.current_device())
+    if config.resident and config.resident_rows:
+        raise StartupError("--resident is the reference of --resident-rows: give one of them")
     try:
         idle = config.requests_in_group is not None and config.requests_in_group <= min(batches)
         model = build_model(config, device, drafts=config.speculative_num_steps > 0, idle=idle)
@@ -66,7 +68,7 @@ def _cases(
     """Time a batch with each of the selections. Raises RuntimeError if others are missed than are meant to be."""
     spec, drafts = model.spec, config.speculative_num_steps
     hot_size = None if config.resident else config.device_buffer_size
-    requests = Requests(spec, config.context, batch, hot_size, device, drafts)
+    requests = Requests(spec, config.context, batch, hot_size, device, drafts, config.resident_rows)
     given = GivenSelection(choose_backend("auto", device, spec), spec, batch, device, 1 + drafts)
     runner = ModelRunner(
         SparseModel(model.network, spec, given),
@@ -84,7 +86,7 @@ def _cases(
         warm_up = selected.begin(spec.num_index_layers, batch, device)
         select = partial(_select, selected, requests, given.positions, config.resident)
         timing = time_steps(requests, runner, spec.vocab_size, select, warm_up, config.steps)
-        expected = 0 if config.resident else selected.new_positions
+        expected = 0 if config.resident or config.resident_rows else selected.new_positions
         if expected is not None and not math.isclose(timing.misses, expected * part):
             raise RuntimeError(
                 f"{timing.misses} misses where {expected * part} are meant to be: the time means nothing"

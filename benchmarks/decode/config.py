@@ -37,7 +37,8 @@ class DecodeBench:
     ] = 0
     context: Annotated[int, Flag("Tokens of each request.", min=1)] = 32768
     device_buffer_size: Annotated[int, Flag("Hot slots of each request.", min=1)] = 4096
-    resident: Annotated[bool, Flag("With all KV in HBM instead.")] = False
+    resident: Annotated[bool, Flag("With all KV in HBM instead, and nothing that looks for it.")] = False
+    resident_rows: Annotated[bool, Flag("With rows that become resident first, as a node's do.")] = False
     quantization: Annotated[Literal["none", "fp8"], Flag("Of the weights: bfloat16, or block-fp8.")] = "fp8"
     kv_cache_dtype: Annotated[Literal["bfloat16", "fp8_e4m3"], Flag("Of items and index keys.")] = "fp8_e4m3"
     steps: Annotated[int, Flag("Steps that are timed of each case.", min=10)] = 30

@@ -1,5 +1,6 @@
 """What was measured, as a table, JSON and a figure."""
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -61,6 +62,13 @@ def print_results(results: list[CaseResult], config: DecodeBench, weight_bytes: 
             f"{result.kv_bytes / GIB:.1f}",
         )
     console.print(steps, "")
+    for result in results:
+        if len(times := result.timing.filling_ms) > 1:
+            console.print(
+                f"{result.name}: while rows became resident, {len(times)} steps took {statistics.median(times):.2f} ms, "
+                f"99% of them at most {statistics.quantiles(times, n=100, method='inclusive')[-1]:.2f} ms",
+                highlight=False,
+            )
     print_columns(console, results, _parts)
     console.print(
         f"{what_was_computed(config, weight_bytes)}, {config.context} tokens a request, "

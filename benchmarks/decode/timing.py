@@ -47,7 +47,8 @@ _STREAMS = 24
 class StepTiming:
     """Of one decode step. hits, misses: of each token and index layer. num_bytes: swapped in.
 
-    kernels: milliseconds of each, and how many there are, by name.
+    kernels: milliseconds of each, and how many there are, by name. filling_ms: of each step that was computed while rows
+    became resident, before the others.
     """
 
     median_ms: float
@@ -56,6 +57,7 @@ class StepTiming:
     misses: float
     num_bytes: float
     kernels: dict[str, tuple[float, float]]
+    filling_ms: tuple[float, ...] = ()
 
     @property
     def parts(self) -> dict[StepPart, float]:
@@ -115,6 +117,7 @@ def time_steps(
         passes.num_drafts.fill_(width - 1)
         right = passes.tokens[rows, :width].roll(-1, dims=1).flatten()  # after the drafts, any token
         torch.cuda.synchronize()
+        requests.coordinator.fill_rows()
         with watched:
             start = time.perf_counter()
             step = launch(runner, requests.coordinator, requests.ids, width=width)
@@ -127,14 +130,18 @@ def time_steps(
         requests.coordinator.step_over(step.batch.places, dict.fromkeys(requests.ids, width))
         return elapsed * 1e3
 
-    for number in range(warm_up):
+    filling: list[float] = []
+    while not requests.are_filled:
+        filling.append(step_ms(len(filling), nullcontext()))
+    begin = len(filling) + warm_up
+    for number in range(len(filling), begin):
         step_ms(number, nullcontext())
     first = requests.coordinator.counters()
-    times = [step_ms(warm_up + number, nullcontext()) for number in range(steps)]
+    times = [step_ms(begin + number, nullcontext()) for number in range(steps)]
     last = requests.coordinator.counters()
     profiles = [profile(activities=[ProfilerActivity.CUDA]) for _ in range(PROFILED_STEPS)]
     for number, profiler in enumerate(profiles):
-        step_ms(warm_up + steps + number, profiler)
+        step_ms(begin + steps + number, profiler)
     looked_up = steps * len(requests.ids) * width * requests.coordinator.host.layout.num_index_layers
     return StepTiming(
         median_ms=statistics.median(times),
@@ -143,6 +150,7 @@ def time_steps(
         misses=(last.misses - first.misses) / looked_up,
         num_bytes=(last.bytes - first.bytes) / steps,
         kernels=_kernel_ms(profiles),
+        filling_ms=tuple(filling),
     )
 
 

@@ -160,7 +160,7 @@ class Requests:
 
     device_buffer_size: hot slots of each; with at least the context length of the spec nothing is ever missed, and
     admission brings all KV into HBM. None: the same at any context length and without a resolve; what layers select
-    must be slots (`to_slots`).
+    must be slots (`to_slots`). resident_rows: whether there are hot slots for all tokens of all requests.
     """
 
     def __init__(
@@ -171,6 +171,7 @@ class Requests:
         device_buffer_size: int | None,
         device: torch.device,
         max_drafts: int = 0,
+        resident_rows: bool = False,
     ) -> None:
         self._context = context
         self.ids = [f"r{number}" for number in range(batch)]
@@ -192,6 +193,7 @@ class Requests:
                     top_k=spec.index_topk,
                     host_to_device_ratio=None,
                     host_pool_gib=host_slots * spec.kv_layout.token_bytes / GIB,
+                    resident_rows=resident_rows,
                 ),
                 spec.kv_layout,
                 max_running_requests=batch,
@@ -200,6 +202,7 @@ class Requests:
                 available_host_bytes=2**40,
                 available_device_bytes=2**40,
                 window=window,
+                fill_memory=True,
             )
             self.coordinator = build_tiers(sizes, device)
         kv_format = spec.kv_format
@@ -223,6 +226,12 @@ class Requests:
         held = [self.coordinator.retract_request(request_id) for request_id in self.ids]
         for request_id, slots in zip(self.ids, held, strict=True):
             self._admit(request_id, slots)
+
+    @property
+    def are_filled(self) -> bool:
+        """Whether no row is to be made resident any more."""
+        coordinator = self.coordinator
+        return not coordinator.makes_resident or coordinator.device.resident_rows == len(self.ids)
 
     def to_slots(self, selected: torch.Tensor) -> None:
         """Replace positions by device slots: int64 [index_layers, batch, queries, k], where all KV is in HBM."""
