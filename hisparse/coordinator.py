@@ -136,8 +136,9 @@ class HiSparseCoordinator:
         """Start to run a request whose first `num_tokens` tokens (0 for a prompt of one token) are on the host.
 
         limit: tokens whose KV it may come to need; the context by default. Takes over `host_slots`. A short request,
-        which fits the hot buffer, is copied into it; a long one starts with an empty hot buffer. False (nothing changed) if the device has no room. Raises ValueError if the request does
-        not fit its slots or the context, LifecycleError if the id is taken.
+        which fits the hot buffer, is copied into it; a long one starts with an empty hot buffer. False (nothing
+        changed) if the device has no room. Raises ValueError if the request does not fit its slots or the context,
+        LifecycleError if the id is taken.
         """
         self._check_admission(request_id, host_slots, num_tokens)
         row = self.device.allocate_row(num_tokens)

@@ -90,8 +90,9 @@ class CudaSwapIn(SwapInBackend):
         """Resolve, and with `fetch` also fetch the first layer of the group.
 
         rows, newest: both int32 or both int64 [batch], below 0 for padding. identity: of the same type, see StepBatch.
-        queries: of the same type; where the window is 1, each row has one, at its newest position. positions: int32 or int64 [batch * queries.width, k]. cluster:
-        blocks per request, chosen if None. Raises ValueError for tensors that the kernel cannot read.
+        queries: of the same type; where the window is 1, each row has one, at its newest position. positions: int32 or
+        int64 [batch * queries.width, k]. cluster: blocks per request, chosen if None. Raises ValueError for tensors
+        that the kernel cannot read.
         """
         size, k = self._check(rows, newest, identity, queries, positions)
         width = queries.width * k

@@ -90,7 +90,7 @@ class RowFiller:
         queued. Raises what a copy raised; the fill is abandoned then.
         """
         fill = self._fill
-        assert fill is not None and not fill.abandoned
+        assert fill is not None, "a row is being filled"
         if fill.is_copying:
             return False
         if reached > len(fill.slots):

@@ -158,10 +158,12 @@ def plan_sizes(
 
 
 def _most_slots(sizes: Sizes) -> int:
-    """Hot slots with which all requests are resident: the host pool has no more tokens than it has slots."""
+    """Hot slots with which all requests are resident, and one more becomes so: the host pool has no more tokens than it
+    has slots."""
     granule = hot_granule(sizes.config.device_buffer_size)
     whole = -(-sizes.max_context // granule) * granule
-    return min(sizes.max_requests * whole, sizes.num_host_slots + sizes.max_requests * granule)
+    all_whole = min(sizes.max_requests * whole, sizes.num_host_slots + sizes.max_requests * granule)
+    return all_whole + 2 * _slots_per_request(sizes.config, sizes.max_context, sizes.window)
 
 
 def describe(sizes: Sizes) -> list[str]:

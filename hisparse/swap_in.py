@@ -157,8 +157,8 @@ class SwapInBackend(ABC):
         self._copy(self.host.kv, self.device.kv, self.device.host_slot_of[row, :num_tokens], to_slots)
 
     def fill(self, runs: Sequence[tuple[int, int, int]]) -> None:
-        """Copy items, all layers, from host slots to hot slots: of each run the first host slot, the first hot slot, and
-        how many there are.
+        """Copy items, all layers, from host slots to hot slots. runs: the first host slot of each, its first hot slot,
+        and its length.
 
         Runs on the copy stream, in parallel to the other calls. A device's copy engine carries it out, which takes no
         processor from the step.

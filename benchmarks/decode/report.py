@@ -65,8 +65,9 @@ def print_results(results: list[CaseResult], config: DecodeBench, weight_bytes: 
     for result in results:
         if len(times := result.timing.filling_ms) > 1:
             console.print(
-                f"{result.name}: while rows became resident, {len(times)} steps took {statistics.median(times):.2f} ms, "
-                f"99% of them at most {statistics.quantiles(times, n=100, method='inclusive')[-1]:.2f} ms",
+                f"{result.name}: while rows became resident, {len(times)} steps took "
+                f"{statistics.median(times):.2f} ms, 99% of them at most "
+                f"{statistics.quantiles(times, n=100, method='inclusive')[-1]:.2f} ms",
                 highlight=False,
             )
     print_columns(console, results, _parts)

@@ -47,8 +47,8 @@ _STREAMS = 24
 class StepTiming:
     """Of one decode step. hits, misses: of each token and index layer. num_bytes: swapped in.
 
-    kernels: milliseconds of each, and how many there are, by name. filling_ms: of each step that was computed while rows
-    became resident, before the others.
+    kernels: milliseconds of each, and how many there are, by name. filling_ms: of each step while rows became resident,
+    before the others.
     """
 
     median_ms: float

@@ -73,7 +73,9 @@ class Emulated:
         last = Span(given_first[:size], given_valid[:size], queries).positions().view(size, queries, 1)
         wanted = torch.where(last >= 0, given[:size], -1)
         selected = torch.where((wanted >= 0) & (wanted <= last), wanted, -1)
-        plan = self.oracle.resolve(0, given_rows[:size], selected, given_newest[:size], given_valid[:size], identity[:size])
+        plan = self.oracle.resolve(
+            0, given_rows[:size], selected, given_newest[:size], given_valid[:size], identity[:size]
+        )
         assert left.tolist() == [*plan.valid.tolist(), *none]
         hot = plan.hot.flatten(1)
         owned = self.hot_slots[given_rows[:size, None], hot.clamp(min=0)]
@@ -189,8 +191,8 @@ def test_the_swap_in_kernel_does_what_the_oracle_does(
 def test_queries_of_a_request_are_resolved_as_the_oracle_does(
     queries: int, window: int, top_k: int, hot_size: int, block_size: int, cluster: int, steps: int, seen: int | None
 ) -> None:
-    """Hot buffers are small, so that queries are cut; short rows become long; one is resident at times; draft passes begin inside the
-    window."""
+    """Hot buffers are small, so that queries are cut; short rows become long, and one is resident at times; draft passes
+    begin inside the window."""
     torch.manual_seed(top_k)
     rng = random.Random(queries + top_k)
     context = 3 * hot_size + steps * window + 20
