@@ -8,13 +8,14 @@ struct SwapInParams {
     const POSITION_T* positions;  // [batch, QUERIES, k], -1 for none
     const INDEX_T* rows;          // [batch], distinct, negative for padding
     const INDEX_T* newest;        // [batch], the newest position of each row
+    const INDEX_T* identity;      // [batch], the row has each position at its own hot index while newest + WINDOW is not larger
     const INDEX_T* first;         // [batch], the position of query 0; not read if WINDOW is 1, like the next
     INDEX_T* valid;               // [batch], how many queries there are; written where some are cut
     i32* position_at;             // [rows, HOT_SIZE], of this index layer, like the next three
     i16* hot_of;                  // [rows, max_context]
     u8* referenced;               // [rows, HOT_SIZE]
     i32* hand;                    // [rows]
-    const i64* hot_granules;      // [rows, GRANULES], first slots
+    const i64* hot_granules;      // [rows, row_granules], first slots
     const i64* host_slot_of;      // [rows, max_context]
     const u8* host_items;         // of one layer, [host slots, ITEM_BYTES]; null: only resolve
     u8* device_items;             // of the same layer, [device slots, ITEM_BYTES]
@@ -24,6 +25,7 @@ struct SwapInParams {
     i32* miss_counts;             // out [batch]
     u64* counters;                // [4], added to
     i64 max_context;
+    i64 row_granules;  // at least GRANULES
     i64 k;  // at most TOP_K
 };
 
@@ -96,6 +98,7 @@ struct Shared {
 // One request's part of the parameters.
 struct Request {
     i64 newest;
+    i64 identity;
     i64 first;
     int valid;
     int k;
@@ -111,6 +114,7 @@ struct Request {
 
     __device__ __forceinline__ Request(const SwapInParams& p, i64 entry, i64 row, i64 newest_position)
         : newest(newest_position),
+          identity(p.identity[entry]),
           first(WINDOW > 1 ? p.first[entry] : newest_position),
           valid(WINDOW > 1 ? max(0, min(QUERIES, static_cast<int>(p.valid[entry]))) : 1),
           k(static_cast<int>(p.k)),
@@ -118,7 +122,7 @@ struct Request {
           hot_of(p.hot_of + row * p.max_context),
           referenced(p.referenced + row * HOT_SIZE),
           hand(p.hand + row),
-          granules(p.hot_granules + row * GRANULES),
+          granules(p.hot_granules + row * p.row_granules),
           host_slot_of(p.host_slot_of + row * p.max_context),
           slots(p.slots + entry * QUERIES * p.k),
           miss_host_slots(p.miss_host_slots + entry * QUERIES * p.k),
@@ -136,7 +140,7 @@ struct Request {
     }
 
     // Whether the row has each position at the hot index of the same number.
-    __device__ __forceinline__ bool is_short() const { return newest + WINDOW <= HOT_SIZE; }
+    __device__ __forceinline__ bool is_short() const { return newest + WINDOW <= identity; }
 
     // The hot index of an own token in a long row.
     __device__ __forceinline__ i32 own_hot(i32 position) const {

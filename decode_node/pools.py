@@ -62,6 +62,7 @@ def fit_pools(
             max_device_slots=config.max_device_slots,
             has_prefix_cache=config.enable_prefix_caching,
             window=step_window(max_drafts),
+            fill_memory=not on_cpu,
         )
 
     spec, sizes = fit_context(spec, config.context_length, plan)

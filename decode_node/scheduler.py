@@ -160,6 +160,8 @@ class Scheduler:
         self._steps.launch(self._slots.make_room())
         taken = self._take_tokens()
         self._steps.sample()
+        # Between steps: a row must not change while a step is half queued.
+        self._coordinator.fill_rows()
         self._stalled = not admitted and not taken and self._steps.is_idle
         self.outputs.flush()
 
@@ -354,7 +356,8 @@ class Scheduler:
     @property
     def holds_something(self) -> bool:
         """Whether there are requests, or slots that something may still write to."""
-        idle = self._steps.is_idle and self._remote.is_idle and not len(self._coordinator.staging)
+        copies = len(self._coordinator.staging) or not self._coordinator.filler.is_idle
+        idle = self._steps.is_idle and self._remote.is_idle and not copies
         return bool(self.requests) or not idle
 
     def check_idle(self) -> None:

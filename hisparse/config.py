@@ -20,7 +20,8 @@ class HiSparseConfig:
 
     device_buffer_size: hot slots of a request, without the extra ones for the tokens of a step. top_k: positions that a
     layer selects. host_to_device_ratio: host slots / hot slots. host_pool_gib: size of the host pool in GiB.
-    swap_in_block_size: threads per block of the CUDA swap-in kernel; None: the backend chooses.
+    swap_in_block_size: threads per block of the CUDA swap-in kernel; None: the backend chooses. resident_rows: whether
+    requests have all of their KV in hot slots while there are enough.
     """
 
     device_buffer_size: int
@@ -28,6 +29,7 @@ class HiSparseConfig:
     host_to_device_ratio: float | None = DEFAULT_HOST_TO_DEVICE_RATIO
     host_pool_gib: float | None = None
     swap_in_block_size: int | None = None
+    resident_rows: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.device_buffer_size <= _MAX_DEVICE_BUFFER_SIZE:
@@ -52,12 +54,14 @@ class _Options(TypedDict, total=False):
     host_to_device_ratio: Positive
     host_pool_gib: Positive
     swap_in_block_size: Literal[32, 64, 128, 256, 512, 1024]
+    resident_rows: bool
 
 
 _MESSAGES = {
     "json_invalid": "not valid JSON ({error}): {text}",
     "dict_type": "expected a JSON object, found {text}",
     "extra_forbidden": "unknown key {key!r}, the known ones are {known}",
+    "bool_type": "{key} must be true or false, found {json}",
     "int_type": "{key} must be an integer, found {json}",
     "float_type": "{key} must be a number, found {json}",
     "greater_than": "{key} must be positive, found {value}",

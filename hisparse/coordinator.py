@@ -10,6 +10,7 @@ import numpy.typing as npt
 import structlog
 import torch
 
+from hisparse.filling import RowFiller
 from hisparse.staging import CopyStream, StagingArea
 from hisparse.step import DecodeStep, StepError
 from hisparse.swap_in import Span, StagedKV, SwapInBackend, SwapInCounters
@@ -19,6 +20,8 @@ log = structlog.get_logger(__name__)
 
 HOST_GRANULE = 64
 """Host slots are taken this many at a time as a request grows, so that its slots stay contiguous."""
+_CALM_STEPS = 256
+"""After a row had to give slots back, no row is made resident for that many steps."""
 
 
 class LifecycleError(RuntimeError):
@@ -79,6 +82,10 @@ class HiSparseCoordinator:
     The host tier holds every token of every request. The hot buffer is a cache of it, per request and index layer. It
     is never written back, because each new token is copied to the host in the step that computes it.
 
+    While hot slots are free, rows are *resident*: all of their positions have one. Rows that are not become so by
+    copies in parallel to the steps (`fill_rows`). When slots are short, the longest resident rows give theirs back but
+    for a hot buffer: those are the fewest, and none waits for the device. docs/residency.md has states and events.
+
     The caller owns a request's host slots until it admits the request, directly (it runs) or into staging (its prompt
     is copied to the host first), and after `staging.poll` or `retract_request` has handed them back. In between the
     coordinator owns them.
@@ -98,7 +105,10 @@ class HiSparseCoordinator:
     One thread uses it. `verify` checks invariant 2 after every swap-in, which is slow.
     """
 
-    def __init__(self, backend: SwapInBackend, copy_stream: CopyStream, verify: bool = False) -> None:
+    def __init__(
+        self, backend: SwapInBackend, copy_stream: CopyStream, verify: bool = False, resident_rows: bool = True
+    ) -> None:
+        """resident_rows: whether rows may be resident beyond their hot buffer."""
         self.host = backend.host
         self.device = backend.device
         self._window = backend.device.window
@@ -107,6 +117,10 @@ class HiSparseCoordinator:
         self._verify = verify
         self._copy_stream = copy_stream
         self.staging = StagingArea(backend, copy_stream)
+        self.filler = RowFiller(backend, copy_stream)
+        self.makes_resident = resident_rows
+        self._calm_until = 0
+        """The step from which on rows are made resident again."""
         self._running: dict[str, _RunningRequest] = {}
         self._begun = 0
         self._over = 0
@@ -122,12 +136,14 @@ class HiSparseCoordinator:
         """Start to run a request whose first `num_tokens` tokens (0 for a prompt of one token) are on the host.
 
         limit: tokens whose KV it may come to need; the context by default. Takes over `host_slots`. A short request,
-        which fits the hot buffer, is copied into it; a long one starts with
-        an empty hot buffer. False (nothing changed) if the device has no room. Raises ValueError if the request does
-        not fit its slots or the context, LifecycleError if the id is taken.
+        which fits the hot buffer, is copied into it; a long one starts with an empty hot buffer. False (nothing
+        changed) if the device has no room. Raises ValueError if the request does not fit its slots or the context,
+        LifecycleError if the id is taken.
         """
         self._check_admission(request_id, host_slots, num_tokens)
         row = self.device.allocate_row(num_tokens)
+        while row is None and self.device.has_row(num_tokens) and self._reclaim():
+            row = self.device.allocate_row(num_tokens)
         if row is None:
             return False
         self.device.set_host_slots(row, 0, host_slots.slots())
@@ -135,6 +151,8 @@ class HiSparseCoordinator:
         if num_tokens <= self.device.device_buffer_size + 1 - self._window:
             self._backend.preload(row, num_tokens)
             self._residency.reset_short(row)
+            if self.makes_resident:
+                self.device.make_resident(row)
         else:
             self._residency.reset_empty(row)
         limit = self.device.max_context if limit is None else limit
@@ -228,6 +246,24 @@ class HiSparseCoordinator:
         while self._releasing and self._releasing[0][0] <= places.number:
             self.host.release(self._releasing.popleft()[1])
 
+    def fill_rows(self) -> None:
+        """Go on making rows resident while hot slots are free. Call it once in every turn of the loop, after the step
+        was queued."""
+        self.filler.poll()
+        if self.filler.is_idle:
+            self._start_fill()
+        request = next((request for request in self._running.values() if request.row == self.filler.row), None)
+        if request is None:
+            return
+        try:
+            filled = self.filler.advance(request.host_slots, request.num_tokens, request.reached)
+        except Exception as error:
+            log.error("a row cannot be made resident", row=request.row, error=str(error))
+            self._calm_until = self._begun + _CALM_STEPS
+            return
+        if filled:
+            request.room = min(len(request.host_slots), self.device.room(request.row))
+
     # Leaving
 
     def retract_request(self, request_id: str) -> HostSlots:
@@ -280,7 +316,8 @@ class HiSparseCoordinator:
 
         False while the caller holds host slots. Raises SlotAccountingError if something leaked on the device.
         """
-        if self._running or len(self.staging) or self._releasing:
+        self.filler.poll()
+        if self._running or len(self.staging) or self._releasing or not self.filler.is_idle:
             return False
         self.check_integrity()
         return self.host.used == 0
@@ -342,7 +379,7 @@ class HiSparseCoordinator:
         held = len(request.host_slots)
         if num_tokens - held > self.host.free:
             return Tier.HOST
-        if not self.device.grow(request.row, num_tokens):
+        if not self._grow_row(request, num_tokens):
             return Tier.DEVICE
         if held < num_tokens:
             granule = min(max(HOST_GRANULE, num_tokens - held), self.host.free, self.device.max_context - held)
@@ -353,9 +390,60 @@ class HiSparseCoordinator:
         request.room = min(len(request.host_slots), self.device.room(request.row))
         return None
 
+    def _grow_row(self, request: _RunningRequest, num_tokens: int) -> bool:
+        """Give a row index pages and hot slots for that many tokens. False if either is short.
+
+        A resident row that finds no slots becomes a long one if it has as many tokens as that.
+        """
+        device, row = self.device, request.row
+        if not device.has_pages(row, num_tokens):
+            return False
+        while not device.grow(row, num_tokens):
+            if not self._reclaim():
+                break
+        else:
+            return True
+        is_long = num_tokens - 1 + self._window > device.device_buffer_size
+        if device.is_resident(row) and is_long and device.can_make_long(row):
+            self._make_long(request)
+        return device.grow(row, num_tokens)
+
+    def _reclaim(self) -> bool:
+        """Have the row that gives back most slots become a long one. False if none gives any.
+
+        A long row costs misses however long it is. Slots of a row that is being filled come back later.
+        """
+        self._calm_until = self._begun + _CALM_STEPS
+        largest = max(self._running.values(), key=lambda request: self.device.spare(request.row), default=None)
+        if largest is None or not self.device.spare(largest.row):
+            self.filler.abandon()
+            return False
+        self._make_long(largest)
+        return True
+
+    def _make_long(self, request: _RunningRequest) -> None:
+        first = self.device.make_long(request.row, request.num_tokens)
+        # What lies beyond is being computed, or was drafted.
+        self._residency.reset_range(request.row, first, request.num_tokens)
+
+    def _start_fill(self) -> None:
+        """Begin to fill the shortest row that is not resident, if enough slots stay free for those that grow and for
+        the next request."""
+        if not self.makes_resident or self._begun < self._calm_until:
+            return
+        rows = [request for request in self._running.values() if not self.device.is_resident(request.row)]
+        if not rows:
+            return
+        shortest = min(rows, key=lambda request: request.num_tokens)
+        reserve = self.device.growth_reserve() // self.device.hot_granule + self.device.buffer_granules
+        if self.filler.granules_for(shortest.num_tokens) + reserve <= self.device.free_granules:
+            self.filler.start(shortest.row, shortest.num_tokens)
+
     def _leave(self, request_id: str) -> _RunningRequest:
         """The one release path of a row."""
         request = self._request(request_id)
+        if self.filler.row == request.row:
+            self.filler.abandon()
         del self._running[request_id]
         self.device.free_row(request.row)
         return request

@@ -71,7 +71,9 @@ class CudaSwapIn(SwapInBackend):
 
     def resolve(self, index_layer: int, batch: StepBatch, positions: torch.Tensor) -> CudaSwapInPlan:
         """See SwapInBackend; also fetches the first layer of the group. positions: int32 or int64."""
-        return self.launch(index_layer, batch.rows, batch.newest, batch.queries, positions, fetch=True)
+        return self.launch(
+            index_layer, batch.rows, batch.newest, batch.queries, positions, fetch=True, identity=batch.identity
+        )
 
     def launch(
         self,
@@ -82,15 +84,17 @@ class CudaSwapIn(SwapInBackend):
         positions: torch.Tensor,
         *,
         fetch: bool,
+        identity: torch.Tensor,
         cluster: int | None = None,
     ) -> CudaSwapInPlan:
         """Resolve, and with `fetch` also fetch the first layer of the group.
 
-        rows, newest: both int32 or both int64 [batch], below 0 for padding. queries: of the same type; where the window
-        is 1, each row has one, at its newest position. positions: int32 or int64 [batch * queries.width, k]. cluster:
-        blocks per request, chosen if None. Raises ValueError for tensors that the kernel cannot read.
+        rows, newest: both int32 or both int64 [batch], below 0 for padding. identity: of the same type, see StepBatch.
+        queries: of the same type; where the window is 1, each row has one, at its newest position. positions: int32 or
+        int64 [batch * queries.width, k]. cluster: blocks per request, chosen if None. Raises ValueError for tensors
+        that the kernel cannot read.
         """
-        size, k = self._check(rows, newest, queries, positions)
+        size, k = self._check(rows, newest, identity, queries, positions)
         width = queries.width * k
         out = torch.empty((3, size, width), dtype=torch.int64, device=self._on)
         miss_counts = torch.empty(size, dtype=torch.int32, device=self._on)
@@ -99,6 +103,7 @@ class CudaSwapIn(SwapInBackend):
         host_items = params.host_items
         params.host_items = host_items if fetch else 0
         params.positions, params.rows, params.newest = positions.data_ptr(), rows.data_ptr(), newest.data_ptr()
+        params.identity = identity.data_ptr()
         params.first, params.valid = queries.first.data_ptr(), queries.counts.data_ptr()
         params.slots, params.miss_counts = out.data_ptr(), miss_counts.data_ptr()
         params.miss_host_slots = params.slots + 8 * size * width
@@ -150,11 +155,16 @@ class CudaSwapIn(SwapInBackend):
         copy_items(source, target, from_slots, to_slots)
 
     def _check(
-        self, rows: torch.Tensor, newest: torch.Tensor, queries: Span, positions: torch.Tensor
+        self,
+        rows: torch.Tensor,
+        newest: torch.Tensor,
+        identity: torch.Tensor,
+        queries: Span,
+        positions: torch.Tensor,
     ) -> tuple[int, int]:
         """The batch and k of a launch. Raises ValueError for what the kernel cannot read."""
-        of_rows = [rows, newest, queries.first, queries.counts]
-        size, names = len(rows), "rows, newest, queries.first and queries.counts"
+        of_rows = [rows, newest, identity, queries.first, queries.counts]
+        size, names = len(rows), "rows, newest, identity, queries.first and queries.counts"
         if any(t.shape != (size,) for t in of_rows) or positions.ndim != 2 or len(positions) != size * queries.width:
             raise ValueError(
                 f"expected {names} [batch], positions [batch * {queries.width}, k], found "
@@ -206,6 +216,7 @@ class CudaSwapIn(SwapInBackend):
             referenced=residency.referenced[index_layer].data_ptr(),
             hand=residency.hand[index_layer].data_ptr(),
             hot_granules=device.hot_granules.data_ptr(),
+            row_granules=device.hot_granules.shape[1],
             host_slot_of=device.host_slot_of.data_ptr(),
             host_items=self.host.kv[layer].data_ptr(),
             device_items=device.kv[layer].data_ptr(),

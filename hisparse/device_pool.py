@@ -1,7 +1,7 @@
 """The device tier: hot slots, index pages, and one row of tables per running request."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from kernels.swap_in import hot_granule
-from kvcache.extents import Extent, SlotAccountingError, SlotAllocator, expand
+from kvcache.extents import Extent, HostSlots, SlotAccountingError, SlotAllocator, expand
 from kvcache.layout import KVLayout
 
 _GROWTH = 64
@@ -54,15 +54,30 @@ class _OwnedSlots:
         self._extents[row] += extents
         self.counts[row] = count
 
+    def replace(self, row: int, extents: Sequence[Extent]) -> None:
+        """Have the row own these slots, which are taken already, in place of its own."""
+        self.release(row)
+        slots = expand(extents)
+        upload(slots * self._unit, self._table[row, : len(slots)])
+        self._extents[row] = list(extents)
+        self.counts[row] = len(slots)
+
+    def keep(self, row: int, first: int, count: int) -> None:
+        """Have the row own only `count` of its slots, from number `first` on, which becomes its first."""
+        _, tail = HostSlots(tuple(self._extents[row])).cut(first)
+        kept, _ = HostSlots(tail).cut(count)
+        self.allocator.retain(kept)
+        self.replace(row, kept)
+
     def release(self, row: int) -> None:
         self.allocator.release(self._extents.pop(row, []))
         self.counts.pop(row, None)
         self._table[row] = self._vacant
 
-    def check_integrity(self, what: str) -> None:
-        """Raise SlotAccountingError unless rows own exactly the used slots, each once."""
+    def check_integrity(self, what: str, others: Iterable[Extent] = ()) -> None:
+        """Raise SlotAccountingError unless rows and `others` own exactly the used slots, each once."""
         self.allocator.check_integrity()
-        owned = expand([extent for extents in self._extents.values() for extent in extents])
+        owned = expand([*others, *(extent for extents in self._extents.values() for extent in extents)])
         if len(set(owned.tolist())) != len(owned) or len(owned) != self.allocator.used:
             raise SlotAccountingError(f"rows own {len(owned)} {what}, {self.allocator.used} are used")
 
@@ -73,10 +88,13 @@ class DeviceKVPool:
     kv: uint8 [num_layers, num_slots, item_bytes]. index_keys: uint8 [num_index_layers, num_index_pages,
     index_page_size, index_key_bytes].
 
-    A running request has a row. Per row, int64 on the device:
-    hot_granules [max_requests, ceil((device_buffer_size + window) / hot_granule)]: hot index // hot_granule -> the
-    first of as many slots of `kv`, -1 if not owned yet. Hot indices from device_buffer_size on are for the tokens that
-    a step computes of a request that outgrew the buffer.
+    A running request has a row. A *resident* row has every position at the hot index of its number, and owns hot slots
+    for as many positions as it has room for. Any other row owns at most `device_buffer_size` hot slots and a window,
+    and `hisparse.residency` says what they hold. Per row, int64 on the device:
+    hot_granules [max_requests, granules]: hot index // hot_granule -> the first of as many slots of `kv`, -1 if not
+    owned. In a row that is not resident, hot indices from device_buffer_size on are for the tokens that a step computes
+    of a request that outgrew the buffer.
+    identity [max_requests]: I of `hisparse.residency`.
     page_table [max_requests, max_pages]: page of the sequence -> page of `index_keys`, 0 if not owned yet.
     host_slot_of [max_requests, max_context]: position -> slot of the host pool, -1 if there is none yet.
     """
@@ -109,7 +127,10 @@ class DeviceKVPool:
 
         self.kv = zeros(layout.num_layers, num_slots, layout.item_bytes)
         self.index_keys = zeros(layout.num_index_layers, num_index_pages, index_page_size, layout.index_key_bytes)
-        self.hot_granules = table(-(-(device_buffer_size + window) // self.hot_granule))
+        self.buffer_granules = -(-(device_buffer_size + window) // self.hot_granule)
+        """Of a row that is long."""
+        self.hot_granules = table(max(self.buffer_granules, self.granules_of(max_context)))
+        self.identity = torch.full((max_requests,), device_buffer_size, dtype=torch.int64, device=self.device)
         self.page_table = table(self._pages_for(max_context))
         self.host_slot_of = table(max_context)
         self._granules = _OwnedSlots(num_slots // self.hot_granule, self.hot_granules, -1, unit=self.hot_granule)
@@ -118,6 +139,9 @@ class DeviceKVPool:
         """In granules."""
         self._free_rows = list(reversed(range(max_requests)))
         self._used_rows: set[int] = set()
+        self._resident: set[int] = set()
+        self._loose: list[tuple[Extent, ...]] = []
+        """Granules that were taken for rows that do not own them yet."""
 
     @property
     def free_slots(self) -> int:
@@ -126,6 +150,10 @@ class DeviceKVPool:
     @property
     def used_slots(self) -> int:
         return self._granules.allocator.used * self.hot_granule
+
+    def has_row(self, num_tokens: int) -> bool:
+        """Whether there are a row and index pages for a request of `num_tokens` tokens."""
+        return bool(self._free_rows) and self.has_pages(self._free_rows[-1], num_tokens)
 
     @property
     def used_rows(self) -> int:
@@ -148,22 +176,92 @@ class DeviceKVPool:
         """
         if not 0 <= num_tokens <= self.max_context:
             raise ValueError(f"{num_tokens} tokens asked for, a request may have up to {self.max_context}")
-        pages, granules = self._pages_for(num_tokens), self._granules_for(num_tokens)
-        if not self._pages.can_grow(row, pages) or not self._granules.can_grow(row, granules):
+        if not self.has_pages(row, num_tokens):
             return False
-        self._pages.grow(row, pages)
+        granules = self.granules_of(num_tokens) if row in self._resident else self._granules_for(num_tokens)
+        if not self._granules.can_grow(row, granules):
+            return False
+        self._pages.grow(row, self._pages_for(num_tokens))
         owned = self._granules.counts[row]
         if granules > owned:
-            grown = min(-(-granules // self._growth) * self._growth, self.hot_granules.shape[1])
+            most = self.hot_granules.shape[1] if row in self._resident else self.buffer_granules
+            grown = min(-(-granules // self._growth) * self._growth, most)
             self._granules.grow(row, min(grown, owned + self._granules.allocator.free))
         return True
+
+    def has_pages(self, row: int, num_tokens: int) -> bool:
+        """Whether there are index pages for `num_tokens` tokens of a row."""
+        return self._pages.can_grow(row, self._pages_for(num_tokens))
 
     def room(self, row: int) -> int:
         """For how many tokens a row has index pages and hot slots."""
         granules = self._granules.counts[row]
-        short = min(granules * self.hot_granule, self.device_buffer_size + 1 - self.window)
-        hot = self.max_context if granules == self.hot_granules.shape[1] else short
+        hot = granules * self.hot_granule
+        if row not in self._resident:
+            short = min(hot, self.device_buffer_size + 1 - self.window)
+            hot = self.max_context if granules == self.buffer_granules else short
         return min(hot, self._pages.counts[row] * self.index_page_size, self.max_context)
+
+    # Resident rows
+
+    def is_resident(self, row: int) -> bool:
+        return row in self._resident
+
+    @property
+    def resident_rows(self) -> int:
+        return len(self._resident)
+
+    def spare(self, row: int) -> int:
+        """Granules that a row gives back when it ceases to be resident."""
+        return max(0, self._granules.counts[row] - self.buffer_granules) if row in self._resident else 0
+
+    @property
+    def reclaimable_slots(self) -> int:
+        """Hot slots that come back under pressure, from resident rows and from those that are being made resident."""
+        loose = sum(extent.length for taken in self._loose for extent in taken)
+        return (sum(map(self.spare, self._resident)) + loose) * self.hot_granule
+
+    @property
+    def free_granules(self) -> int:
+        return self._granules.allocator.free
+
+    def take(self, granules: int) -> tuple[Extent, ...] | None:
+        """Take granules for a row that shall become resident, or None if fewer are free."""
+        taken = self._granules.allocator.allocate(granules)
+        if taken is not None:
+            self._loose.append(taken)
+        return taken
+
+    def drop(self, taken: tuple[Extent, ...]) -> None:
+        """Give back what `take` returned."""
+        self._loose.remove(taken)
+        self._granules.allocator.release(taken)
+
+    def make_resident(self, row: int, taken: tuple[Extent, ...] | None = None) -> None:
+        """A row becomes resident. taken: granules of `take`, which hold its positions in order, in place of its own;
+        None for a short row, whose own ones do."""
+        if taken is not None:
+            self._loose.remove(taken)
+            self._granules.replace(row, taken)
+        self._resident.add(row)
+        self.identity[row] = self.max_context + self.window
+
+    def can_make_long(self, row: int) -> bool:
+        """Whether a row has the granules of a long one, or finds them."""
+        return self._granules.can_grow(row, self.buffer_granules)
+
+    def make_long(self, row: int, num_tokens: int) -> int:
+        """Make a resident row a long one, which keeps the granules of its newest tokens. Returns the position that is
+        at hot index 0 then."""
+        wanted = self.granules_of(max(0, num_tokens - self.device_buffer_size))
+        first = min(wanted, self.spare(row))
+        if self.spare(row):
+            self._granules.keep(row, first, self.buffer_granules)
+        else:
+            self._granules.grow(row, self.buffer_granules)
+        self._resident.remove(row)
+        self.identity[row] = self.device_buffer_size
+        return first * self.hot_granule
 
     def slots_for(self, num_tokens: int) -> int:
         """Hot slots that a request of `num_tokens` tokens needs."""
@@ -171,8 +269,8 @@ class DeviceKVPool:
 
     def growth_reserve(self) -> int:
         """Hot slots that the running requests will take next: one growth each, less where the buffer is nearly full."""
-        full = self.hot_granules.shape[1]
-        growing = (min(self._growth, full - self._granules.counts[row]) for row in self._used_rows)
+        full = self.buffer_granules
+        growing = (min(self._growth, max(0, full - self._granules.counts[row])) for row in self._used_rows)
         return sum(growing) * self.hot_granule
 
     def hot_slots(self, rows: torch.Tensor | int, hot: torch.Tensor) -> torch.Tensor:
@@ -180,12 +278,12 @@ class DeviceKVPool:
         first = self.hot_granules[rows, hot // self.hot_granule]
         return torch.where(first >= 0, first + hot % self.hot_granule, -1)
 
-    def window_hot(self, newest: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def window_hot(self, rows: torch.Tensor, newest: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hot indices of positions in the window that begins at `newest`; of positions before it, any of the row's.
 
-        newest, positions: int64 that broadcast, on the device, positions at least 0.
+        rows, newest, positions: int64 that broadcast, on the device, at least 0 but for `newest`.
         """
-        is_short = newest + self.window <= self.device_buffer_size
+        is_short = newest + self.window <= self.identity[rows]
         return torch.where(is_short, positions, (positions - newest).clamp(min=0) + self.device_buffer_size)
 
     def index_rows(self, rows: torch.Tensor | int, positions: torch.Tensor) -> torch.Tensor:
@@ -203,12 +301,15 @@ class DeviceKVPool:
         self._used_rows.remove(row)
         self._granules.release(row)
         self._pages.release(row)
+        if row in self._resident:
+            self._resident.remove(row)
+            self.identity[row] = self.device_buffer_size
         self.host_slot_of[row] = -1
         self._free_rows.append(row)
 
     def check_integrity(self) -> None:
         """Raise SlotAccountingError unless what rows own is exactly what is used, each slot and page once."""
-        self._granules.check_integrity("granules")
+        self._granules.check_integrity("granules", [extent for taken in self._loose for extent in taken])
         self._pages.check_integrity("index pages")
         if sorted([*self._free_rows, *self._used_rows]) != list(range(self.max_requests)):
             raise SlotAccountingError(f"rows used {sorted(self._used_rows)}, free {sorted(self._free_rows)}")
@@ -216,6 +317,10 @@ class DeviceKVPool:
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.index_page_size)
 
+    def granules_of(self, num_tokens: int) -> int:
+        """Granules that hold as many tokens."""
+        return -(-num_tokens // self.hot_granule)
+
     def _granules_for(self, num_tokens: int) -> int:
         is_short = num_tokens - 1 + self.window <= self.device_buffer_size
-        return -(-num_tokens // self.hot_granule) if is_short else self.hot_granules.shape[1]
+        return self.granules_of(num_tokens) if is_short else self.buffer_granules

@@ -9,10 +9,14 @@ order (-1 = none), none of them beyond the query's own position. Positions n .. 
 are selected are *own tokens*, whose items the step itself stores. What the row selects is the concatenation of its
 queries' selections, query 0 first.
 
-**Short rows** (n + W <= H): position p lives at hot index p, always. Everything is a hit; no state is read or written.
-Residency is initialised to positions 0 .. H-W at their own hot indices, reference bits 0, hand 0. That is what a short
-row has become when it turns long, and the first position that was ever beyond its newest is H-W+1: from there on, hot
-indices may hold tokens that were drafted and rejected.
+**Short rows** (n + W <= I, where I is H unless the row is *resident*): position p lives at hot index p, always.
+Everything is a hit; no state is read or written. Residency is initialised to positions 0 .. H-W at their own hot
+indices, reference bits 0, hand 0. That is what a short row has become when it turns long, and the first position that
+was ever beyond its newest is H-W+1: from there on, hot indices may hold tokens that were drafted and rejected.
+
+A *resident* row has a hot index for every position of the context, so I is larger than any n + W. It is made of a short
+row, or of a long one whose items were all copied to other slots. It turns long when its owner takes slots from it: then
+it keeps the last ones, whose positions are resident as far as they were verified (`reset_range`).
 
 **Long rows**: own token p is at hot index H + p - n. It is a hit. What was there a step ago is simply no longer
 resident. Other selected positions are looked up:
@@ -104,11 +108,14 @@ class Residency:
 
     def reset_short(self, row: int) -> None:
         """Positions 0 .. H-W are resident, each at its own hot index, those that are still to come included."""
+        self.reset_range(row, 0, min(self.device_buffer_size + 1 - self.window, self.max_context))
+
+    def reset_range(self, row: int, first: int, stop: int) -> None:
+        """Positions `first` to `stop` - 1, or as many as there are hot indices, are resident from hot index 0 on."""
         self.reset_empty(row)
-        resident = max(0, min(self.device_buffer_size + 1 - self.window, self.max_context))
-        identity = torch.arange(resident, device=self.hand.device)
-        self.position_at[:, row, :resident] = identity.to(self.position_at.dtype)
-        self.hot_of[:, row, :resident] = identity.to(self.hot_of.dtype)
+        positions = torch.arange(first, min(stop, first + self.device_buffer_size), device=self.hand.device)
+        self.position_at[:, row, : len(positions)] = positions.to(self.position_at.dtype)
+        self.hot_of[:, row, first : first + len(positions)] = (positions - first).to(self.hot_of.dtype)
 
     def check_integrity(self, row: int) -> None:
         """Raise SlotAccountingError unless every filled hot index is where its position is said to be."""
@@ -130,12 +137,14 @@ class Residency:
         positions: torch.Tensor,
         newest: torch.Tensor,
         valid: torch.Tensor | None = None,
+        identity: torch.Tensor | None = None,
     ) -> MissPlan:
         """Decide cuts, hits, misses and victims of one step in one index layer, and record the new residency.
 
         rows: int64 [batch], distinct. positions: int64 [batch, queries, k], each -1 or at most its query's position.
-        newest: int64 [batch]. valid: int64 [batch], how many of its queries each row has; None for all. Raises
-        ValueError if k exceeds the buffer, in which case victims might not suffice.
+        newest: int64 [batch]. valid: int64 [batch], how many of its queries each row has; None for all. identity: int64
+        [batch], I of each row; None for H. Raises ValueError if k exceeds the buffer, in which case victims might not
+        suffice.
         """
         size = self.device_buffer_size
         batch, queries, k = positions.shape
@@ -148,7 +157,7 @@ class Residency:
         positions = torch.where(query < valid[:, None], positions.flatten(1), -1)
         hot = positions.clone()
         # Short rows are resolved: all that follows is about the long ones, which are these entries of the batch.
-        long = (newest + self.window > size).nonzero().squeeze(1)
+        long = (newest + self.window > (size if identity is None else identity)).nonzero().squeeze(1)
         rows, positions, newest = rows[long], positions[long], newest[long, None]
 
         looked_up = (positions >= 0) & (positions < newest)

@@ -1,7 +1,7 @@
 """How many slots, pages and rows the configured memory gives."""
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from base.block_hashes import BLOCK_TOKENS
 from base.errors import StartupError
@@ -18,7 +18,8 @@ GIB = 2**30
 class Sizes:
     """Sizes of the pools of one decode node: the constructor arguments of HostKVPool and DeviceKVPool.
 
-    asked_device_slots: what was wanted, enough for all requests at once or `max_device_slots`. table_bytes: device
+    asked_device_slots: what was wanted at least, a hot buffer for all requests at once or `max_device_slots`. There are
+    more where memory is left, for resident rows. table_bytes: device
     memory of page, slot and residency tables. window: positions that a step of a request may write.
     """
 
@@ -75,8 +76,10 @@ def plan_sizes(
     max_device_slots: int | None = None,
     has_prefix_cache: bool = False,
     window: int = 1,
+    fill_memory: bool = False,
 ) -> Sizes:
-    """Size the tiers. has_prefix_cache: whether the host pool keeps one. window: of Sizes.
+    """Size the tiers. has_prefix_cache: whether the host pool keeps one. window: of Sizes. fill_memory: whether hot
+    slots take the device memory that is left, at most `max_device_slots` or those of whole requests.
 
     Wanted are a full hot buffer for every running request, at most `max_device_slots`, and index pages for every token
     of the host pool, at most those of all running requests. If device memory is short, there are fewer hot slots, and
@@ -145,7 +148,22 @@ def plan_sizes(
             f"the host pool holds {sizes.num_host_slots} tokens, fewer than one request of context-length "
             f"{context_length}: raise host_to_device_ratio or host_pool_gib, or lower context-length"
         )
+    if config.resident_rows and sizes.num_device_slots == asked:
+        most = _most_slots(sizes) if fill_memory else asked
+        slot_bytes = layout.num_layers * layout.item_bytes
+        fitting = asked + (available_device_bytes - sizes.device_bytes) // slot_bytes
+        slots = min(fitting, most if max_device_slots is None else min(_most_slots(sizes), max_device_slots))
+        sizes = replace(sizes, num_device_slots=max(asked, slots // granule * granule))
     return sizes
+
+
+def _most_slots(sizes: Sizes) -> int:
+    """Hot slots with which all requests are resident, and one more becomes so: the host pool has no more tokens than it
+    has slots."""
+    granule = hot_granule(sizes.config.device_buffer_size)
+    whole = -(-sizes.max_context // granule) * granule
+    all_whole = min(sizes.max_requests * whole, sizes.num_host_slots + sizes.max_requests * granule)
+    return all_whole + 2 * _slots_per_request(sizes.config, sizes.max_context, sizes.window)
 
 
 def describe(sizes: Sizes) -> list[str]:
@@ -156,7 +174,9 @@ def describe(sizes: Sizes) -> list[str]:
     else:
         host_reason = f"host_to_device_ratio {config.host_to_device_ratio:g}"
     full = sizes.max_requests * _slots_per_request(config, sizes.max_context, sizes.window)
-    if sizes.num_device_slots == full:
+    if sizes.num_device_slots > sizes.asked_device_slots:
+        hot_reason = f"{sizes.asked_device_slots} at least, and the rest for requests that are resident as a whole"
+    elif sizes.num_device_slots == full:
         hot_reason = f"a full buffer for each of {sizes.max_requests} running requests"
     elif sizes.num_device_slots == sizes.asked_device_slots:
         hot_reason = f"max-device-slots; full buffers for {sizes.max_requests} running requests would be {full}"
@@ -189,7 +209,7 @@ def _row_table_bytes(
     config: HiSparseConfig, layout: KVLayout, context_length: int, pages_per_row: int, window: int
 ) -> int:
     """Bytes of a row's tables: those of DeviceKVPool (int64), and Residency's in every index layer."""
-    granules = -(-(config.device_buffer_size + window) // hot_granule(config.device_buffer_size))
-    tables = 8 * (granules + pages_per_row + context_length)
+    granules = -(-max(config.device_buffer_size + window, context_length) // hot_granule(config.device_buffer_size))
+    tables = 8 * (1 + granules + pages_per_row + context_length)
     residency = 2 * context_length + (4 + 1) * config.device_buffer_size + 4
     return tables + layout.num_index_layers * residency

@@ -57,9 +57,10 @@ class DecodeStep:
         self.batch = StepBatch(
             rows=self.rows,
             newest=self.newest,
+            identity=device.identity[row.flatten()],
             queries=self.queries,
             stored=self.stored,
-            stored_slots=where_stored(device.hot_slots(row, device.window_hot(self.newest[:, None], position))),
+            stored_slots=where_stored(device.hot_slots(row, device.window_hot(row, self.newest[:, None], position))),
             stored_index_rows=where_stored(device.index_rows(row, position)),
             stored_host_slots=where_stored(device.host_slot_of[row, position]),
         )
@@ -152,7 +153,7 @@ def verify_swap_in(
     if bool((positions > last[exists, None]).any()):
         raise ValueError("a position beyond its query's was selected")
     is_own = positions >= newest
-    own_slots = device.hot_slots(rows, device.window_hot(newest, positions.clamp(min=0)))
+    own_slots = device.hot_slots(rows, device.window_hot(rows, newest, positions.clamp(min=0)))
     older = (positions >= 0) & ~is_own
     wrong = torch.where(is_own, slots != own_slots, (slots < 0) != (positions < 0))
 

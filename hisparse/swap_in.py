@@ -35,7 +35,8 @@ class StepBatch:
     """The requests of one step, their queries, and where the tokens that it computes go. All int64, on the device.
 
     rows: [batch], rows of the device pool, distinct, below 0 for padding, for which nothing is stored, selected or
-    copied. newest: [batch], the newest position, with which the row's window begins. queries: query j of a row is at
+    copied. newest: [batch], the newest position, with which the row's window begins. identity: [batch], I of
+    `hisparse.residency`. queries: query j of a row is at
     position first + j; `resolve` lowers the counts, in place, where queries are cut. stored: the tokens whose KV the
     step stores. queries and stored lie in the window.
 
@@ -45,6 +46,7 @@ class StepBatch:
 
     rows: torch.Tensor
     newest: torch.Tensor
+    identity: torch.Tensor
     queries: Span
     stored: Span
     stored_slots: torch.Tensor
@@ -154,6 +156,23 @@ class SwapInBackend(ABC):
         to_slots = self.device.hot_slots(row, torch.arange(num_tokens, device=self.device.device))
         self._copy(self.host.kv, self.device.kv, self.device.host_slot_of[row, :num_tokens], to_slots)
 
+    def fill(self, runs: Sequence[tuple[int, int, int]]) -> None:
+        """Copy items, all layers, from host slots to hot slots. runs: the first host slot of each, its first hot slot,
+        and its length.
+
+        Runs on the copy stream, in parallel to the other calls. A device's copy engine carries it out, which takes no
+        processor from the step.
+        """
+        for source, target, count in runs:
+            for from_layer, to_layer in zip(self.host.kv, self.device.kv, strict=True):
+                to_layer[target : target + count].copy_(from_layer[source : source + count], non_blocking=True)
+
+    def catch_up(self, row: int, first: int, hot_slots: npt.NDArray[np.int64]) -> None:
+        """Copy the items, all layers, of a row's positions from `first` on from host to hot slots (int64 [n])."""
+        to_slots = upload(hot_slots, torch.empty(len(hot_slots), dtype=torch.int64, device=self.device.device))
+        from_slots = self.device.host_slot_of[row, first : first + len(hot_slots)]
+        self._copy(self.host.kv, self.device.kv, from_slots, to_slots)
+
     def load_index_keys(self, row: int, num_tokens: int) -> None:
         """Copy a request's index keys, all index layers, from host to its index pages."""
         from_slots = self.device.host_slot_of[row, :num_tokens]
@@ -185,7 +204,7 @@ class CpuSwapIn(SwapInBackend):
         last = batch.queries.positions().view(-1, queries, 1)[present]
         wanted = torch.where(last >= 0, positions.view(-1, queries, k)[present], -1)
         selected = torch.where((wanted >= 0) & (wanted <= last), wanted, -1)
-        plan = self.residency.resolve(index_layer, rows, selected, newest, valid)
+        plan = self.residency.resolve(index_layer, rows, selected, newest, valid, batch.identity[present])
         batch.queries.counts[present] = plan.valid
         miss_rows = rows[plan.miss_batch]
         host_slots = self.device.host_slot_of[miss_rows, plan.miss_positions]

@@ -51,7 +51,7 @@ def build_tiers(
         )
         backend, copy_stream = _make_backend(host, pool, residency, config)
         on_failure.pop_all()
-    return HiSparseCoordinator(backend, copy_stream, verify)
+    return HiSparseCoordinator(backend, copy_stream, verify, config.resident_rows)
 
 
 def _make_backend(

@@ -44,6 +44,15 @@ def extents_of(slots: npt.NDArray[np.integer]) -> tuple[Extent, ...]:
     return tuple(map(Extent, slots[begins].tolist(), lengths.tolist()))
 
 
+def common_runs(a: npt.NDArray[np.integer], b: npt.NDArray[np.integer]) -> list[tuple[int, int, int]]:
+    """Slots [n] of two pools, as runs that are consecutive in both: the first slot in each, and how many."""
+    if not len(a):
+        return []
+    begins = np.flatnonzero(np.concatenate(([True], (np.diff(a) != 1) | (np.diff(b) != 1))))
+    lengths = np.diff(np.append(begins, len(a)))
+    return list(zip(a[begins].tolist(), b[begins].tolist(), lengths.tolist(), strict=True))
+
+
 @dataclass(frozen=True)
 class HeldBlocks:
     """Blocks of one prompt, from its beginning, that are held. numbers: int64 [blocks]. values: int32 [blocks, width],

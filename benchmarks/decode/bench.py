@@ -10,11 +10,12 @@ from rich.console import Console
 from base.errors import StartupError
 from benchmarks.decode.config import DecodeBench
 from benchmarks.decode.report import CaseResult, print_results, write_json, write_png
-from benchmarks.decode.timing import time_steps, use_streams
+from benchmarks.decode.selections import NewPositions, Selections, read_selections
+from benchmarks.decode.timing import PROFILED_STEPS, time_steps, use_streams
 from benchmarks.decode.workload import GivenSelection, Requests, build_model
 from benchmarks.plotting import check_installed
 from benchmarks.swap_in.timing import copy_gb_per_s
-from benchmarks.swap_in.workload import Rotation, Shape
+from benchmarks.swap_in.workload import Shape
 from engine.draft_policy import DraftPolicy
 from engine.runner import ModelRunner
 from model.loader import choose_backend
@@ -30,22 +31,31 @@ def run_decode_bench(config: DecodeBench, console: Console | None = None) -> lis
         raise StartupError("bench decode needs a CUDA device")
     check_installed()
     batches = _numbers("--batch", config.batches or _BATCHES, least=1)
-    new_positions = _numbers("--new-positions", config.new_positions or _NEW_POSITIONS, least=0)
+    counts = config.new_positions or (() if config.selections else _NEW_POSITIONS)
+    new_positions = _numbers("--new-positions", counts, least=0) if counts else []
     console = console or Console()
     device = torch.device("cuda", torch.cuda.current_device())
+    if config.resident and config.resident_rows:
+        raise StartupError("--resident is the reference of --resident-rows: give one of them")
     try:
         idle = config.requests_in_group is not None and config.requests_in_group <= min(batches)
         model = build_model(config, device, drafts=config.speculative_num_steps > 0, idle=idle)
     except ValueError as error:
         raise StartupError(f"bench decode: {error}") from error
+    shape = Shape(model.spec.index_topk, config.device_buffer_size, model.spec.kv_layout.item_bytes, config.context)
+    selections: list[Selections] = [NewPositions(shape, count) for count in new_positions]
+    for word in config.selections:
+        selections.append(read_selections(word, shape, config.steps + PROFILED_STEPS, 1 + config.speculative_num_steps))
     link = copy_gb_per_s()
     streams = use_streams(device)
     results: list[CaseResult] = []
     for batch in batches:
-        for result in _cases(config, model, batch, new_positions, link, device):
+        for result in _cases(config, model, batch, selections, link, device):
             results.append(result)
-            console.print(f"batch {batch}, {result.new_positions} new: {result.timing.median_ms:.2f} ms")
+            console.print(f"{result.name}: {result.timing.median_ms:.2f} ms")
             write_json(results, config)
+        gc.collect()  # recorded steps and their coordinator refer to each other, and hold gigabytes
+        torch.cuda.empty_cache()
     del streams
     print_results(results, config, model.num_bytes, console)
     write_png(results, config)
@@ -53,13 +63,13 @@ def run_decode_bench(config: DecodeBench, console: Console | None = None) -> lis
 
 
 def _cases(
-    config: DecodeBench, model: RankModel, batch: int, new_positions: list[int], link: float, device: torch.device
+    config: DecodeBench, model: RankModel, batch: int, selections: list[Selections], link: float, device: torch.device
 ) -> list[CaseResult]:
-    """Time a batch with each number of new positions. Raises RuntimeError if other numbers are missed."""
-    spec, top_k, drafts = model.spec, model.spec.index_topk, config.speculative_num_steps
-    hot_size = spec.context_length if config.resident else config.device_buffer_size
-    requests = Requests(spec, config.context, batch, hot_size, device, drafts)
-    given = GivenSelection(choose_backend("auto", device, spec), batch, top_k, device, 1 + drafts)
+    """Time a batch with each of the selections. Raises RuntimeError if others are missed than are meant to be."""
+    spec, drafts = model.spec, config.speculative_num_steps
+    hot_size = None if config.resident else config.device_buffer_size
+    requests = Requests(spec, config.context, batch, hot_size, device, drafts, config.resident_rows)
+    given = GivenSelection(choose_backend("auto", device, spec), spec, batch, device, 1 + drafts)
     runner = ModelRunner(
         SparseModel(model.network, spec, given),
         requests.coordinator,
@@ -68,32 +78,33 @@ def _cases(
         record=True,
         policy=DraftPolicy(drafts),
     )
+    # The draft layer selects what the last token selects: the part of all selections that can be misses.
+    part = 1 - drafts / ((1 + drafts) * spec.num_index_layers)
     results = []
-    for count in new_positions:
-        shape = Shape(top_k, config.device_buffer_size, spec.kv_layout.item_bytes, config.context)
-        rotation = Rotation(shape, batch, count)
-        select = partial(_select, given.positions, rotation)
-        timing = time_steps(requests, runner, spec.vocab_size, select, rotation.length, config.steps)
-        # The draft layer selects what the last token selects.
-        of_layers = (1 + drafts) * (spec.num_index_layers - (drafts > 0)) + (drafts > 0)
-        expected = 0 if config.resident else count * of_layers / spec.num_index_layers
-        if not math.isclose(timing.misses, expected):
-            raise RuntimeError(f"{timing.misses} misses where {expected} are meant to be: the time means nothing")
+    for selected in selections:
+        requests.restart()
+        warm_up = selected.begin(spec.num_index_layers, batch, device)
+        select = partial(_select, selected, requests, given.positions, config.resident)
+        timing = time_steps(requests, runner, spec.vocab_size, select, warm_up, config.steps)
+        expected = 0 if config.resident or config.resident_rows else selected.new_positions
+        if expected is not None and not math.isclose(timing.misses, expected * part):
+            raise RuntimeError(
+                f"{timing.misses} misses where {expected * part} are meant to be: the time means nothing"
+            )
         in_group = config.requests_in_group or batch * config.rank_of
-        work = work_of_step(model, batch, config.context, 0 if config.resident else count, in_group, drafts)
-        results.append(CaseResult(batch, count, requests.sizes.hot_bytes, timing, work, link))
+        work = work_of_step(model, batch, config.context, timing.misses / part, in_group, drafts)
+        hot_bytes = requests.coordinator.device.kv.nbytes
+        results.append(CaseResult(batch, selected.name, hot_bytes, timing, work, link))
     requests.close()
-    del requests, runner, given
-    gc.collect()  # recorded steps and their coordinator refer to each other, and hold gigabytes
-    torch.cuda.empty_cache()
     return results
 
 
-def _select(positions: torch.Tensor, rotation: Rotation, step: int) -> None:
-    """Each token of a request selects the next of the rotation."""
-    width = len(positions) // rotation.batch
-    for place in range(width):
-        positions[place::width] = rotation.positions[(step * width + place) % rotation.length]
+def _select(selected: Selections, requests: Requests, positions: torch.Tensor, resident: bool, step: int) -> None:
+    """Have a step select what it is meant to. positions: of GivenSelection."""
+    into = positions.view(len(positions), len(requests.ids), -1, positions.shape[2])
+    selected.write(step, requests.newest, into)
+    if resident:
+        requests.to_slots(into)
 
 
 def _numbers(flag: str, given: tuple[str, ...], least: int) -> list[int]:

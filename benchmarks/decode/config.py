@@ -24,6 +24,10 @@ class DecodeBench:
     new_positions: Annotated[
         tuple[str, ...], Flag("Selected positions that are new in each step and layer, such as 0,275.")
     ] = ()
+    selections: Annotated[
+        tuple[str, ...],
+        Flag("What steps select instead: published (benchmarks.swap_in.published) or recorded:FILE; may be repeated."),
+    ] = ()
     requests_in_group: Annotated[
         int | None,
         Flag("Requests of all ranks together; default: as many in each. Padding of others hits no experts.", min=1),
@@ -33,7 +37,8 @@ class DecodeBench:
     ] = 0
     context: Annotated[int, Flag("Tokens of each request.", min=1)] = 32768
     device_buffer_size: Annotated[int, Flag("Hot slots of each request.", min=1)] = 4096
-    resident: Annotated[bool, Flag("With all KV in HBM instead.")] = False
+    resident: Annotated[bool, Flag("With all KV in HBM instead, and nothing that looks for it.")] = False
+    resident_rows: Annotated[bool, Flag("With rows that become resident first, as a node's do.")] = False
     quantization: Annotated[Literal["none", "fp8"], Flag("Of the weights: bfloat16, or block-fp8.")] = "fp8"
     kv_cache_dtype: Annotated[Literal["bfloat16", "fp8_e4m3"], Flag("Of items and index keys.")] = "fp8_e4m3"
     steps: Annotated[int, Flag("Steps that are timed of each case.", min=10)] = 30

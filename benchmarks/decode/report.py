@@ -1,5 +1,6 @@
 """What was measured, as a table, JSON and a figure."""
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -12,18 +13,18 @@ from benchmarks.decode.timing import StepTiming
 from benchmarks.parts_report import GIB, LIMIT, draw_parts, print_columns, table, what_was_computed, write_document
 from model.roofline import StepPart, Works
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One batch with so many new positions a step and layer. kv_bytes: hot slots in HBM, without keys and tables.
+    """One batch and what it selects. kv_bytes: hot slots in HBM, without keys and tables.
 
     work: of each part, of which `link_gb_per_s` says what the link takes.
     """
 
     batch: int
-    new_positions: int
+    selections: str
     kv_bytes: int
     timing: StepTiming
     work: Works
@@ -34,6 +35,10 @@ class CaseResult:
         return sum(work.ms(self.link_gb_per_s) for work in self.work[part])
 
     @property
+    def name(self) -> str:
+        return f"{self.batch} x {self.selections}"
+
+    @property
     def limit(self) -> float:
         """Milliseconds that the hardware takes at least for the step."""
         return sum(map(self.limit_ms, StepPart))
@@ -41,33 +46,43 @@ class CaseResult:
 
 def print_results(results: list[CaseResult], config: DecodeBench, weight_bytes: int, console: Console) -> None:
     """A line for each case, then the parts of each beside their limits."""
-    steps = table("steps", "batch", "new", "ms", "limit", "ratio", "tokens/s", "kernels", "misses", "hot GiB")
+    steps = table("steps", "batch", "new", "ms", "limit", "ratio", "tokens/s", "kernels", "hits", "misses", "hot GiB")
     for result in results:
         timing = result.timing
         steps.add_row(
             str(result.batch),
-            str(result.new_positions),
+            result.selections,
             f"{timing.median_ms:.2f}",
             f"{result.limit:.2f}",
             f"{timing.median_ms / result.limit:.2f}",
             f"{result.batch / timing.median_ms * 1e3:.0f}",
             f"{sum(count for _, count in timing.kernels.values()):.0f}",
+            f"{timing.hits:.0f}",
             f"{timing.misses:.0f}",
             f"{result.kv_bytes / GIB:.1f}",
         )
     console.print(steps, "")
+    for result in results:
+        if len(times := result.timing.filling_ms) > 1:
+            console.print(
+                f"{result.name}: while rows became resident, {len(times)} steps took "
+                f"{statistics.median(times):.2f} ms, 99% of them at most "
+                f"{statistics.quantiles(times, n=100, method='inclusive')[-1]:.2f} ms",
+                highlight=False,
+            )
     print_columns(console, results, _parts)
     console.print(
         f"{what_was_computed(config, weight_bytes)}, {config.context} tokens a request, "
         f"{torch.cuda.get_device_name()}. ms: median of "
         f"replayed graphs, by the host's clock. {LIMIT}, and missed bytes over PCIe at the rate of this run "
-        f"({results[0].link_gb_per_s:.1f} GB/s). rest: norms, rotation, encoding, storing, time between kernels.",
+        f"({results[0].link_gb_per_s:.1f} GB/s). hits, misses: of a token and index layer. "
+        "rest: norms, rotation, encoding, storing, time between kernels.",
         highlight=False,
     )
 
 
 def _parts(results: Sequence[CaseResult]) -> Table:
-    parts = table("parts, ms / limit", "part", *(f"{r.batch} x {r.new_positions}" for r in results))
+    parts = table("parts, ms / limit", "part", *(r.name for r in results))
     for part in StepPart:
         parts.add_row(part, *(f"{r.timing.parts[part]:.2f}/{r.limit_ms(part):.2f}" for r in results))
     return parts
@@ -90,8 +105,9 @@ def write_png(results: list[CaseResult], config: DecodeBench) -> None:
     """Stacked bars of where a step's time goes, beside what the hardware takes for it."""
     bars: dict[str, dict[StepPart, float]] = {}
     for result in results:
-        name = f"{result.batch} x {result.new_positions}"
-        bars[name] = result.timing.parts
-        bars[f"{name}\nlimit"] = {part: result.limit_ms(part) for part in StepPart}
+        bars[result.name] = result.timing.parts
+        bars[f"{result.name}\nlimit"] = {part: result.limit_ms(part) for part in StepPart}
     title = f"A decode step of {config.shape} with {config.context} tokens a request, by part"
-    draw_parts(config.png, bars, title, "requests x new positions a step and layer", "ms per step")
+    draw_parts(
+        config.png, bars, title, "requests x new positions of a token and layer, or its selections", "ms per step"
+    )

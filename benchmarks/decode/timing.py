@@ -4,7 +4,8 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -38,23 +39,25 @@ _NAMES: dict[StepPart, tuple[str, ...]] = {
 The rest is norms, rotation, encoding, storing and backing up new tokens, and the time from one kernel to the next.
 torch's top-k scans by a kernel of CUB, which nothing else in a step does.
 """
-_PROFILED_STEPS = 5
+PROFILED_STEPS = 5
 _STREAMS = 24
 
 
 @dataclass(frozen=True)
 class StepTiming:
-    """Of one decode step. num_bytes: swapped in. misses: per request and layer.
+    """Of one decode step. hits, misses: of each token and index layer. num_bytes: swapped in.
 
-    kernels: milliseconds of each, and how many there are, by name.
+    kernels: milliseconds of each, and how many there are, by name. filling_ms: of each step while rows became resident,
+    before the others.
     """
 
     median_ms: float
     p90_ms: float
-    hit_rate: float
+    hits: float
     misses: float
     num_bytes: float
     kernels: dict[str, tuple[float, float]]
+    filling_ms: tuple[float, ...] = ()
 
     @property
     def parts(self) -> dict[StepPart, float]:
@@ -98,55 +101,64 @@ def time_steps(
 ) -> StepTiming:
     """Time steps of all requests, from the call until the device has the logits, one after another. Nothing is sampled.
 
-    A node that drafts verifies as many drafts as it makes, and accepts none. Accepting some takes as long.
+    A node that drafts verifies as many drafts as it makes, and all are right. Accepting fewer takes as long.
     `before(n)` prepares step n, outside the time taken, as is making room for the tokens. Kernels are timed in further
     steps, which run under the profiler.
     """
     rng = random.Random(0)
     passes, width = runner.passes, runner.policy.max_width
-    wrong = torch.full((len(requests.ids) * width,), vocab - 1, device=passes.tokens.device)
+    rows = [requests.coordinator.row(request_id) for request_id in requests.ids]
 
-    def step_ms(number: int) -> float:
-        before(number)
+    def step_ms(number: int, watched: AbstractContextManager[object]) -> float:
         requests.make_room()
+        before(number)
         for request_id in requests.ids:
             runner.admit(request_id, [rng.randrange(vocab)], [], GREEDY)
         passes.num_drafts.fill_(width - 1)
+        right = passes.tokens[rows, :width].roll(-1, dims=1).flatten()  # after the drafts, any token
         torch.cuda.synchronize()
-        start = time.perf_counter()
-        step = launch(runner, requests.coordinator, requests.ids, width=width)
-        if width > 1:
-            passes.accept(len(requests.ids), width, wrong)
-            step.drawn = wrong[:, None].double()
-            runner.draft(step)
-        torch.cuda.synchronize()
-        elapsed = time.perf_counter() - start
-        requests.coordinator.step_over(step.batch.places, dict.fromkeys(requests.ids, 1))
+        requests.coordinator.fill_rows()
+        with watched:
+            start = time.perf_counter()
+            step = launch(runner, requests.coordinator, requests.ids, width=width)
+            if width > 1:
+                passes.accept(len(requests.ids), width, right)
+                step.drawn = right[:, None].double()
+                runner.draft(step)
+            torch.cuda.synchronize()
+            elapsed = time.perf_counter() - start
+        requests.coordinator.step_over(step.batch.places, dict.fromkeys(requests.ids, width))
         return elapsed * 1e3
 
-    for number in range(warm_up):
-        step_ms(number)
+    filling: list[float] = []
+    while not requests.are_filled:
+        filling.append(step_ms(len(filling), nullcontext()))
+    begin = len(filling) + warm_up
+    for number in range(len(filling), begin):
+        step_ms(number, nullcontext())
     first = requests.coordinator.counters()
-    times = [step_ms(warm_up + number) for number in range(steps)]
+    times = [step_ms(begin + number, nullcontext()) for number in range(steps)]
     last = requests.coordinator.counters()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for number in range(_PROFILED_STEPS):
-            step_ms(warm_up + steps + number)
-    hits, misses = last.hits - first.hits, last.misses - first.misses
+    profiles = [profile(activities=[ProfilerActivity.CUDA]) for _ in range(PROFILED_STEPS)]
+    for number, profiler in enumerate(profiles):
+        step_ms(begin + steps + number, profiler)
+    looked_up = steps * len(requests.ids) * width * requests.coordinator.host.layout.num_index_layers
     return StepTiming(
         median_ms=statistics.median(times),
         p90_ms=statistics.quantiles(times, n=10)[-1],
-        hit_rate=hits / (hits + misses),
-        misses=misses / (steps * len(requests.ids) * requests.sizes.layout.num_index_layers),
+        hits=(last.hits - first.hits) / looked_up,
+        misses=(last.misses - first.misses) / looked_up,
         num_bytes=(last.bytes - first.bytes) / steps,
-        kernels=_kernel_ms(profiler),
+        kernels=_kernel_ms(profiles),
+        filling_ms=tuple(filling),
     )
 
 
-def _kernel_ms(profiled: profile) -> dict[str, tuple[float, float]]:
-    """Milliseconds and number of each kernel in one step."""
+def _kernel_ms(profiles: Sequence[profile]) -> dict[str, tuple[float, float]]:
+    """Milliseconds and number of each kernel in one step, of which there is a profile of each."""
     times: defaultdict[str, list[float]] = defaultdict(list)
-    for name, ms in kernel_times(profiled):
-        times[name].append(ms)
-    per_step = {name: (sum(ms) / _PROFILED_STEPS, len(ms) / _PROFILED_STEPS) for name, ms in times.items()}
+    for profiled in profiles:
+        for name, ms in kernel_times(profiled):
+            times[name].append(ms)
+    per_step = {name: (sum(ms) / len(profiles), len(ms) / len(profiles)) for name, ms in times.items()}
     return dict(sorted(per_step.items(), key=lambda item: -item[1][0]))

@@ -6,15 +6,16 @@ from typing import Protocol
 import torch
 from transformers import AutoConfig
 
+from benchmarks.decode.resident import resident_tiers
 from benchmarks.wrapped_backend import WrappedBackend
 from hisparse.config import HiSparseConfig
-from hisparse.coordinator import HiSparseCoordinator
 from hisparse.sizing import plan_sizes, step_window
 from hisparse.tiers import build_tiers
 from kernels.attention import AttentionBackend
 from kernels.fp8 import quantise_activations
 from kernels.operands import IndexQueries, PagedKeys, RouterConfig
 from kvcache.choices import KVCacheDtype
+from kvcache.extents import HostSlots
 from model.config import ModelSpec, NetworkConfig, network_config
 from model.families import ShapeName, published_config
 from model.roofline import RankModel
@@ -133,20 +134,24 @@ class GivenSelection(WrappedBackend):
     """Selects as another backend does, for what it costs, and then answers what it was given.
 
     Hidden states of random weights drift as no text does, and so would what they select: the miss rate would say
-    nothing. `positions`, int64 [batch * width, topk] on the device, are what every layer is told to have selected;
-    replays of a recorded step read what was last written to it. The draft layer selects what the last token of each
-    request does.
+    nothing. `positions`, int64 [index_layers, batch * width, topk] on the device, are what each is told to have
+    selected; replays of a recorded step read what was last written to it. The draft layer selects what is there for the
+    last token of each request.
     """
 
-    def __init__(self, inner: AttentionBackend, batch: int, topk: int, device: torch.device, width: int = 1) -> None:
+    def __init__(
+        self, inner: AttentionBackend, spec: ModelSpec, batch: int, device: torch.device, width: int = 1
+    ) -> None:
         super().__init__(inner)
         self._width = width
-        self.positions = torch.zeros((batch * width, topk), dtype=torch.int64, device=device)
+        shape = (spec.num_index_layers, batch * width, spec.index_topk)
+        self.positions = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def select_for_decode(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
         queries, k = super().select_for_decode(index, pages, topk).shape
-        last = self.positions[self._width - 1 :: self._width]
-        given = last if queries == len(last) else self.positions
+        positions = self.positions[pages.keys.storage_offset() // pages.keys.numel()]  # its keys tell the index layer
+        last = positions[self._width - 1 :: self._width]
+        given = last if queries == len(last) else positions
         return given[:queries, :k].contiguous()
 
 
@@ -154,7 +159,8 @@ class Requests:
     """A batch of running requests of `context` tokens each, admitted from a host pool of random items and keys.
 
     device_buffer_size: hot slots of each; with at least the context length of the spec nothing is ever missed, and
-    admission brings all KV into HBM.
+    admission brings all KV into HBM. None: the same at any context length and without a resolve; what layers select
+    must be slots (`to_slots`). resident_rows: whether there are hot slots for all tokens of all requests.
     """
 
     def __init__(
@@ -162,28 +168,43 @@ class Requests:
         spec: ModelSpec,
         context: int,
         batch: int,
-        device_buffer_size: int,
+        device_buffer_size: int | None,
         device: torch.device,
         max_drafts: int = 0,
+        resident_rows: bool = False,
     ) -> None:
-        host_slots = batch * (context + _MORE_TOKENS)
-        self.sizes = plan_sizes(
-            HiSparseConfig(
-                device_buffer_size=device_buffer_size,
-                top_k=spec.index_topk,
-                host_to_device_ratio=None,
-                host_pool_gib=(host_slots + 1) * spec.kv_layout.token_bytes / GIB,
-            ),
-            spec.kv_layout,
-            max_running_requests=batch,
-            context_length=spec.context_length,
-            index_page_size=_INDEX_PAGE,
-            available_host_bytes=2**40,
-            available_device_bytes=2**40,
-            window=step_window(max_drafts),
-        )
+        self._context = context
         self.ids = [f"r{number}" for number in range(batch)]
-        self.coordinator: HiSparseCoordinator = build_tiers(self.sizes, device)
+        host_slots, window = batch * (context + _MORE_TOKENS) + 1, step_window(max_drafts)
+        if device_buffer_size is None:
+            self.coordinator = resident_tiers(
+                spec.kv_layout,
+                batch=batch,
+                context_length=spec.context_length,
+                num_host_slots=host_slots,
+                index_page_size=_INDEX_PAGE,
+                window=window,
+                device=device,
+            )
+        else:
+            sizes = plan_sizes(
+                HiSparseConfig(
+                    device_buffer_size=device_buffer_size,
+                    top_k=spec.index_topk,
+                    host_to_device_ratio=None,
+                    host_pool_gib=host_slots * spec.kv_layout.token_bytes / GIB,
+                    resident_rows=resident_rows,
+                ),
+                spec.kv_layout,
+                max_running_requests=batch,
+                context_length=spec.context_length,
+                index_page_size=_INDEX_PAGE,
+                available_host_bytes=2**40,
+                available_device_bytes=2**40,
+                window=window,
+                fill_memory=True,
+            )
+            self.coordinator = build_tiers(sizes, device)
         kv_format = spec.kv_format
         items = kv_format.encode_items(torch.randn(_FILL_ROWS, spec.item_dim, device=device))
         keys = kv_format.encode_index_keys(torch.randn(_FILL_ROWS, spec.index_dim, device=device))
@@ -193,14 +214,40 @@ class Requests:
                 rows = everything[start : start + _FILL_ROWS]
                 rows.copy_(stored[: len(rows)])
         for request_id in self.ids:
-            slots = self.coordinator.host.allocate(context)
-            if slots is None or not self.coordinator.admit_request_direct(request_id, slots, context):
-                raise RuntimeError(f"the pools have no room for request {request_id} of {batch}")
+            self._admit(request_id, self.coordinator.host.allocate(context))
+
+    @property
+    def newest(self) -> int:
+        """The position of the token that is computed next of each request."""
+        return self.coordinator.num_tokens(self.ids[0])
+
+    def restart(self) -> None:
+        """Take each request back to its `context` tokens, as after admission."""
+        held = [self.coordinator.retract_request(request_id) for request_id in self.ids]
+        for request_id, slots in zip(self.ids, held, strict=True):
+            self._admit(request_id, slots)
+
+    @property
+    def are_filled(self) -> bool:
+        """Whether no row is to be made resident any more."""
+        coordinator = self.coordinator
+        return not coordinator.makes_resident or coordinator.device.resident_rows == len(self.ids)
+
+    def to_slots(self, selected: torch.Tensor) -> None:
+        """Replace positions by device slots: int64 [index_layers, batch, queries, k], where all KV is in HBM."""
+        rows = [self.coordinator.row(request_id) for request_id in self.ids]
+        row = torch.tensor(rows, device=selected.device)[:, None, None]
+        for layer in selected:
+            layer.copy_(self.coordinator.device.hot_slots(row, layer))
 
     def make_room(self) -> None:
         """For the next token of each request. Raises RuntimeError if there is none."""
         if short_of := self.coordinator.append_tokens(self.ids):
             raise RuntimeError(f"the pools have no room for a token of {len(short_of)} requests")
+
+    def _admit(self, request_id: str, slots: HostSlots | None) -> None:
+        if slots is None or not self.coordinator.admit_request_direct(request_id, slots, self._context):
+            raise RuntimeError(f"the pools have no room for request {request_id} of {len(self.ids)}")
 
     def close(self) -> None:
         """Finish the requests and unpin the host pool. Raises what the device found wrong in the meantime."""

@@ -23,6 +23,8 @@ Trace = npt.NDArray[np.int64]
 """[steps, k]: selected positions of each step, -1 for none. The newest position of step t is `first + t`."""
 
 NEVER = 2**40
+Policy = Callable[[Trace, int, int, int], float]
+"""Hit rate of a trace, its first newest position, a number of hot slots, and the step to count from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,31 +97,34 @@ def load_trace(path: Path) -> tuple[Trace, int]:
 # Policies
 
 
-def play_clock(trace: Trace, first: int, hot_size: int) -> float:
-    """Hit rate of the policy that this project has."""
+def play_clock(trace: Trace, first: int, hot_size: int, since: int = 0) -> float:
+    """Hit rate of the policy that this project has, from step `since` on."""
     residency = Residency(1, 1, first + len(trace), hot_size, torch.device("cpu"))
     residency.reset_empty(0)
     row, asked, missed = torch.tensor([0]), 0, 0
     for step, selected in enumerate(trace):
         newest = torch.tensor([first + step])
         plan = residency.resolve(0, row, torch.from_numpy(selected)[None, None], newest)
-        missed += plan.misses
-        asked += len(_older(selected, first + step))
+        if step >= since:
+            missed += plan.misses
+            asked += len(_older(selected, first + step))
     return 1 - missed / asked
 
 
-def play_lru(trace: Trace, first: int, hot_size: int) -> float:
-    """Hit rate of exact LRU: evict what was selected longest ago, and of one step the lower ranked first."""
-
-    def priorities(step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        selected = _older(trace[step], first + step)
-        return selected, step * trace.shape[1] - np.arange(len(selected))
-
-    return _play(trace, first, hot_size, priorities)
+def play_lru(trace: Trace, first: int, hot_size: int, since: int = 0) -> float:
+    """Hit rate of exact LRU from step `since` on: evict what was selected longest ago, and of one step the lower ranked
+    first."""
+    k = trace.shape[1]
+    return _play(trace, first, hot_size, lambda step, _, before: step * k - np.arange(len(before)), since)
 
 
-def play_optimum(trace: Trace, first: int, hot_size: int) -> float:
-    """Hit rate of Belady's optimum: evict what is selected again latest."""
+def play_fifo(trace: Trace, first: int, hot_size: int, since: int = 0) -> float:
+    """The same of FIFO: evict what came into the buffer first."""
+    return _play(trace, first, hot_size, lambda step, is_hit, before: np.where(is_hit, before, step), since)
+
+
+def play_optimum(trace: Trace, first: int, hot_size: int, since: int = 0) -> float:
+    """The same of Belady's optimum: evict what is selected again latest."""
     next_use = np.full(first + len(trace), NEVER, dtype=np.int64)
     after: list[npt.NDArray[np.int64]] = []
     for step in range(len(trace) - 1, -1, -1):
@@ -127,30 +132,34 @@ def play_optimum(trace: Trace, first: int, hot_size: int) -> float:
         after.append(next_use[selected])
         next_use[selected] = step
     after.reverse()
-    return _play(trace, first, hot_size, lambda step: (_older(trace[step], first + step), -after[step]))
+    return _play(trace, first, hot_size, lambda step, _, before: -after[step], since)
 
 
 def _play(
     trace: Trace,
     first: int,
     hot_size: int,
-    priorities: Callable[[int], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]],
+    priorities: Callable[[int, npt.NDArray[np.bool_], npt.NDArray[np.int64]], npt.NDArray[np.int64]],
+    since: int,
 ) -> float:
-    """Play a policy that evicts what has the lowest priority; `priorities` gives those of what a step selects."""
+    """Play a policy that evicts what has the lowest priority. `priorities` gives those of what a step selects, from the
+    step, which of it are hits, and the priorities that it had."""
     resident = np.zeros(first + len(trace), dtype=bool)
     priority = np.zeros(first + len(trace), dtype=np.int64)
     asked = hits = 0
     for step in range(len(trace)):
-        selected, new_priority = priorities(step)
-        asked += len(selected)
-        hits += int(resident[selected].sum())
+        selected = _older(trace[step], first + step)
+        is_hit = resident[selected]
+        if step >= since:
+            asked += len(selected)
+            hits += int(is_hit.sum())
         resident[selected] = True
         held = np.flatnonzero(resident)
         surplus = len(held) - hot_size
         if surplus > 0:
             unprotected = np.setdiff1d(held, selected, assume_unique=True)
             resident[unprotected[np.argpartition(priority[unprotected], surplus - 1)[:surplus]]] = False
-        priority[selected] = new_priority
+        priority[selected] = priorities(step, is_hit, priority[selected])
     return hits / asked
 
 

@@ -34,6 +34,7 @@ class Ours:
         self.rotation = rotation
         self._tiers, self._swap_in = tiers, swap_in
         self._fetch, self._cluster = fetch, cluster
+        self._identity = torch.full_like(rotation.rows, tiers.shape.hot_size)
         for row in range(rotation.batch):
             tiers.residency.reset_empty(row)
 
@@ -41,7 +42,14 @@ class Ours:
         rotation = self.rotation
         selected = rotation.positions[turn % rotation.length]
         return self._swap_in.launch(
-            0, rotation.rows, rotation.newest, rotation.queries, selected, fetch=self._fetch, cluster=self._cluster
+            0,
+            rotation.rows,
+            rotation.newest,
+            rotation.queries,
+            selected,
+            fetch=self._fetch,
+            identity=self._identity,
+            cluster=self._cluster,
         )
 
     def missing(self, turn: int) -> int:

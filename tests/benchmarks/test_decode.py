@@ -50,7 +50,7 @@ def test_parts_are_the_whole_step_and_other_kernels_belong_to_one() -> None:
         "nvjet_sm90_tst_64x8_64x16_4x1_v_bz_TNT": 0.5,
         "copy_items": 3.0,
     }
-    timing = StepTiming(10.0, 11.0, 1.0, 0.0, 0.0, kernels={name: (ms, 2.0) for name, ms in kernels.items()})
+    timing = StepTiming(10.0, 11.0, 9.0, 0.0, 0.0, kernels={name: (ms, 2.0) for name, ms in kernels.items()})
     expected = {
         StepPart.INDEX: 1.0,
         StepPart.SWAP_IN: 2.0,
@@ -115,7 +115,7 @@ def test_requests_decode_and_miss_what_they_must_select(model_type: str, rank_of
     spec = model.spec
     assert (spec.num_layers, spec.num_index_layers) == ((6, 3) if model_type == "glm_moe_dsa" else (2, 2))
     requests = Requests(spec, config.context, 2, 2 * spec.index_topk, CPU)
-    given = GivenSelection(choose_backend("auto", CPU, spec), 2, spec.index_topk, CPU)
+    given = GivenSelection(choose_backend("auto", CPU, spec), spec, 2, CPU)
     runner = ModelRunner(
         SparseModel(model.network, spec, given), requests.coordinator, 2, spec.context_length, record=False
     )

@@ -25,7 +25,9 @@ class Emulated:
         self.oracle = Residency(1, rows, context, kernel.hot_size, CPU, kernel.window)
         self.state = Residency(1, rows, context, kernel.hot_size, CPU, kernel.window)
         granule = hot_granule(kernel.hot_size)
-        self.granules = granule * torch.randperm(rows * -(-(kernel.hot_size + kernel.window) // granule)).view(rows, -1)
+        self.identity = [kernel.hot_size] * rows
+        most = max(kernel.hot_size + kernel.window, context)
+        self.granules = granule * torch.randperm(rows * -(-most // granule)).view(rows, -1)
         self.hot_slots = (self.granules[:, :, None] + torch.arange(granule)).flatten(1)
         self.host_slot_of = torch.randperm(rows * context).view(rows, context)
         self.host = torch.randint(0, 256, (rows * context, kernel.item_bytes), dtype=torch.uint8)
@@ -53,13 +55,15 @@ class Emulated:
         slots, host_slots, device_slots = torch.zeros(3, batch, queries * k, dtype=torch.int64)
         counts = torch.full((batch,), -9, dtype=torch.int32)
         left = given_valid.clone()
+        identity = torch.tensor([*(self.identity[row] for row in rows), *none])
         state = self.state
         params = SwapInParams(
-            *(tensor.data_ptr() for tensor in (given, given_rows, given_newest, given_first, left)),
+            *(tensor.data_ptr() for tensor in (given, given_rows, given_newest, identity, given_first, left)),
             *(tensor.data_ptr() for tensor in (state.position_at, state.hot_of, state.referenced, state.hand)),
             *(tensor.data_ptr() for tensor in (self.granules, self.host_slot_of, self.host, self.device)),
             *(tensor.data_ptr() for tensor in (slots, host_slots, device_slots, counts, self.counters)),
             self.context,
+            self.granules.shape[1],
             k,
         )
         before = self.device.clone()
@@ -69,7 +73,9 @@ class Emulated:
         last = Span(given_first[:size], given_valid[:size], queries).positions().view(size, queries, 1)
         wanted = torch.where(last >= 0, given[:size], -1)
         selected = torch.where((wanted >= 0) & (wanted <= last), wanted, -1)
-        plan = self.oracle.resolve(0, given_rows[:size], selected, given_newest[:size], given_valid[:size])
+        plan = self.oracle.resolve(
+            0, given_rows[:size], selected, given_newest[:size], given_valid[:size], identity[:size]
+        )
         assert left.tolist() == [*plan.valid.tolist(), *none]
         hot = plan.hot.flatten(1)
         owned = self.hot_slots[given_rows[:size, None], hot.clamp(min=0)]
@@ -152,6 +158,7 @@ def test_the_swap_in_kernel_does_what_the_oracle_does(
         residency.reset_short(0)
     for step in range(steps):
         chosen = rng.sample(range(3), rng.randint(1, 3))
+        emulated.identity[2] = 2 * context if step % 5 == 4 else hot_size
         k = top_k if step % 3 else rng.randint(1, top_k)
         emulated.step(
             chosen,
@@ -184,7 +191,8 @@ def test_the_swap_in_kernel_does_what_the_oracle_does(
 def test_queries_of_a_request_are_resolved_as_the_oracle_does(
     queries: int, window: int, top_k: int, hot_size: int, block_size: int, cluster: int, steps: int, seen: int | None
 ) -> None:
-    """Hot buffers are small, so that queries are cut; short rows become long; draft passes begin inside the window."""
+    """Hot buffers are small, so that queries are cut; short rows become long, and one is resident at times; draft passes
+    begin inside the window."""
     torch.manual_seed(top_k)
     rng = random.Random(queries + top_k)
     context = 3 * hot_size + steps * window + 20
@@ -198,6 +206,7 @@ def test_queries_of_a_request_are_resolved_as_the_oracle_does(
     cut = 0
     for step in range(steps):
         chosen = rng.sample(range(3), rng.randint(1, 3))
+        emulated.identity[2] = 2 * context if step % 5 == 4 else hot_size
         k = top_k if step % 3 else rng.randint(1, top_k)
         first = [newest[row] + rng.choice([0, rng.randint(0, window - queries)]) for row in chosen]
         cut += emulated.step(

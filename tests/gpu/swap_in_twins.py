@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from hisparse.cuda_swap_in import CudaSwapIn, CudaSwapInPlan
@@ -12,7 +13,7 @@ from hisparse.residency import Residency
 from hisparse.step import DecodeStep
 from hisparse.swap_in import CpuSwapIn, Span, StepBatch, SwapInBackend
 from kernels.swap_in import hot_granule
-from kvcache.extents import HostSlots
+from kvcache.extents import HostSlots, common_runs, expand
 from kvcache.host_pool import HostKVPool
 from kvcache.layout import KVLayout
 
@@ -89,7 +90,7 @@ class Twins:
         host.kv.random_(generator=fill)
         host.index_keys.random_(generator=fill)
         pages = batch * -(-context // 8)
-        num_slots = batch * (hot_size + self.window + hot_granule(hot_size))
+        num_slots = batch * (hot_size + self.window + hot_granule(hot_size)) + 2 * context
         device = DeviceKVPool(self.layout, num_slots, pages, 8, batch, context, hot_size, on, self.window)
         residency = Residency(self.layout.num_index_layers, batch, context, hot_size, on, self.window)
         slots = []
@@ -111,6 +112,22 @@ class Twins:
         for backend in (self.on_cpu, self.on_gpu):
             backend.preload(row, self.newest[row])
             backend.load_index_keys(row, self.newest[row])
+
+    def turn(self, row: int) -> None:
+        """Make the row resident, or a long row of one that is."""
+        newest = self.newest[row]
+        for backend, side in ((self.on_cpu, self.cpu), (self.on_gpu, self.gpu)):
+            device = side.device
+            if device.is_resident(row):
+                side.residency.reset_range(row, device.make_long(row, newest), newest)
+                continue
+            granules = device.take(device.granules_of(device.max_context))
+            assert granules is not None
+            slots = (expand(granules)[:, None] * device.hot_granule + np.arange(device.hot_granule)).flatten()
+            half = newest // 2
+            backend.fill(common_runs(device.host_slot_of[row, :half].cpu().numpy(), slots[:half]))
+            backend.catch_up(row, half, slots[half:newest])
+            device.make_resident(row, granules)
 
     def step(
         self,
@@ -164,9 +181,9 @@ class Twins:
         expected = self.on_cpu.resolve(index_layer, cpu, positions)
         size, width = len(cpu.rows), cpu.queries.width
         none = torch.full((padding,), -1)
-        rows, newest, first, counts = (
+        rows, newest, identity, first, counts = (
             torch.cat([numbers.cpu(), none]).to(CUDA, dtype)
-            for numbers in (gpu.rows, gpu.newest, gpu.queries.first, gpu.queries.counts)
+            for numbers in (gpu.rows, gpu.newest, gpu.identity, gpu.queries.first, gpu.queries.counts)
         )
         plan = self.on_gpu.launch(
             index_layer,
@@ -175,6 +192,7 @@ class Twins:
             Span(first, counts, width),
             torch.cat([positions, torch.zeros(padding * width, positions.shape[1], dtype=torch.int64)]).to(CUDA, dtype),
             fetch=True,
+            identity=identity,
             cluster=self.cluster,
         )
         gpu.queries.counts.copy_(counts[:size])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from base.errors import StartupError
+from hisparse.cuda_swap_in import CudaSwapInPlan
 from hisparse.swap_in import Span, StagedKV
 from tests.gpu.swap_in_twins import CUDA, Twins, make_batch
 from tests.hisparse.test_residency import adversarial_sequences
@@ -83,6 +84,8 @@ def test_thousands_of_random_steps(shape: Shape) -> None:
                 both.preload(row)
         for step in range(steps):
             chosen = rng.sample(range(rows), rng.randint(1, rows))
+            if rng.random() < 0.02:
+                both.turn(rows - 1)
             k = top_k if rng.random() < 0.7 else rng.randint(1, top_k)
             layers = [0, 1] if rng.random() < 0.5 else [rng.randrange(2)]
             positions = {
@@ -131,6 +134,8 @@ def test_thousands_of_random_steps_that_draft(drafts: int, shape: Shape) -> None
         cut = 0
         for step in range(steps):
             chosen = rng.sample(range(rows), rng.randint(1, rows))
+            if rng.random() < 0.02:
+                both.turn(rows - 1)
             k = top_k if rng.random() < 0.7 else rng.randint(1, top_k)
             cut += step_of_queries(both, rng, chosen, rng.randint(1, drafts + 1), k, hot_size)
             if step % 50 == 0:
@@ -252,12 +257,16 @@ def test_a_captured_step_replays_on_new_positions() -> None:
         both.preload(2)
         rows = torch.tensor([0, 1, 2, -1], device=CUDA)
         newest = torch.tensor([*both.newest, -1], device=CUDA)
-        one = Span(newest, torch.ones_like(newest), 1)
+        one, identity = Span(newest, torch.ones_like(newest), 1), torch.full_like(rows, hot_size)
         positions = torch.full((4, k), -1, device=CUDA)
-        both.on_gpu.launch(0, rows.clone().fill_(-1), newest, one, positions, fetch=True)
+
+        def launch(layer: int, rows: torch.Tensor) -> CudaSwapInPlan:
+            return both.on_gpu.launch(layer, rows, newest, one, positions, fetch=True, identity=identity)
+
+        launch(0, rows.clone().fill_(-1))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            plans = [both.on_gpu.launch(layer, rows, newest, one, positions, fetch=True) for layer in (0, 1)]
+            plans = [launch(layer, rows) for layer in (0, 1)]
             both.on_gpu.fetch(plans[1], 2)
         for _ in range(60):
             chosen = torch.tensor([select(rng, both.newest[row], k, hot_size) for row in range(size)])
@@ -319,9 +328,9 @@ def test_what_the_kernel_cannot_read_is_refused() -> None:
         return torch.zeros(queries, k, dtype=torch.int64, device=CUDA)
 
     with pytest.raises(ValueError, match="1 to 4 positions, found 1 with 5"):
-        both.on_gpu.launch(0, row, row, one, selected(1, 5), fetch=True)
+        both.on_gpu.launch(0, row, row, one, selected(1, 5), fetch=True, identity=row)
     with pytest.raises(ValueError, match="must all be int32 or all int64"):
-        both.on_gpu.launch(0, row, row.int(), one, selected(1, 4), fetch=True)
+        both.on_gpu.launch(0, row, row.int(), one, selected(1, 4), fetch=True, identity=row)
     with pytest.raises(ValueError, match="1 to 1 queries, the window being 1, found 2"):
-        both.on_gpu.launch(0, row, row, Span(row, row + 1, 2), selected(2, 4), fetch=True)
+        both.on_gpu.launch(0, row, row, Span(row, row + 1, 2), selected(2, 4), fetch=True, identity=row)
     both.close()

@@ -44,7 +44,7 @@ def plan(
         (
             '{"hot_size": 3}',
             "unknown key 'hot_size', the known ones are device_buffer_size, host_pool_gib, "
-            "host_to_device_ratio, swap_in_block_size, top_k",
+            "host_to_device_ratio, resident_rows, swap_in_block_size, top_k",
         ),
         ('{"device_buffer_size": 512.5}', "device_buffer_size must be an integer, found 512.5"),
         ('{"device_buffer_size": true}', "device_buffer_size must be an integer, found true"),
@@ -118,7 +118,7 @@ def test_the_pools_are_as_big_as_planned(window: int) -> None:
     assert device.kv.nbytes == sizes.hot_bytes
     assert device.index_keys.nbytes == sizes.index_bytes
     residency = coordinator._residency
-    tables = [device.hot_granules, device.page_table, device.host_slot_of]
+    tables = [device.hot_granules, device.identity, device.page_table, device.host_slot_of]
     tables += [residency.position_at, residency.hot_of, residency.referenced, residency.hand]
     assert sum(table.nbytes for table in tables) == sizes.table_bytes
     assert (device.window, residency.window) == (window, window)

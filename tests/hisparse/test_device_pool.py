@@ -25,14 +25,17 @@ def test_a_row_that_may_be_long_owns_the_buffer_and_the_window(num_tokens: int, 
     assert device.room(row) >= num_tokens
     if num_tokens:
         newest = torch.tensor([num_tokens - 1])
-        hot = device.window_hot(newest, newest + torch.arange(window))
+        hot = device.window_hot(torch.tensor([row]), newest, newest + torch.arange(window))
         assert bool((device.hot_slots(row, hot) >= 0).all() if may_be_long else (hot[0] == newest)[0])
 
 
 def test_the_tokens_of_a_window_lie_after_those_before_it_or_behind_the_buffer() -> None:
     device = pool(window=4)
     newest = torch.tensor([[6], [7]])
-    assert device.window_hot(newest, newest + torch.arange(4)).tolist() == [[6, 7, 8, 9], [10, 11, 12, 13]]
+    assert device.window_hot(torch.tensor([[0], [1]]), newest, newest + torch.arange(4)).tolist() == [
+        [6, 7, 8, 9],
+        [10, 11, 12, 13],
+    ]
 
 
 def test_a_row_with_a_part_of_the_buffer_has_no_room_to_be_long() -> None:

@@ -10,6 +10,7 @@ from hisparse.device_pool import DeviceKVPool
 from hisparse.residency import Residency
 from hisparse.step import DecodeStep, SwapInMismatchError
 from hisparse.swap_in import CpuSwapIn, Span
+from kvcache.extents import HostSlots, common_runs, expand
 from kvcache.format import DenseFormat
 from kvcache.host_pool import HostKVPool
 from kvcache.layout import KVLayout
@@ -35,12 +36,13 @@ class Node:
         self.window = max(1, 2 * self.drafts)
         cpu = torch.device("cpu")
         self.host = HostKVPool(LAYOUT, ROWS * CONTEXT, pin=False)
-        slots = ROWS * (self.hot_size + self.window)
+        slots = ROWS * (self.hot_size + self.window + CONTEXT)
         pages = ROWS * -(-CONTEXT // PAGE)
         self.device = DeviceKVPool(LAYOUT, slots, pages, PAGE, ROWS, CONTEXT, self.hot_size, cpu, self.window)
         self.residency = Residency(LAYOUT.num_index_layers, ROWS, CONTEXT, self.hot_size, cpu, self.window)
         self.backend = CpuSwapIn(self.host, self.device, self.residency)
         self.newest = [0] * ROWS
+        self.host_slots: list[HostSlots] = []
         self.tags: dict[tuple[int, int, bool], int] = {}
         self.steps = self.cut = 0
         for _ in range(ROWS):
@@ -53,6 +55,7 @@ class Node:
         assert row is not None
         slots = self.host.allocate(CONTEXT)
         assert slots is not None
+        self.host_slots.append(slots)
         self.device.set_host_slots(row, 0, slots.slots())
         for position in range(num_tokens):
             at = slots.slots()[position]
@@ -72,9 +75,26 @@ class Node:
     def _kv(row: int, layer: int, position: int, tag: int) -> torch.Tensor:
         return torch.tensor([[row, layer, position, tag]], dtype=torch.float32)
 
+    def _turn(self, row: int) -> None:
+        """Make the row resident, or a long row of one that is."""
+        device, newest = self.device, self.newest[row]
+        if device.is_resident(row):
+            if newest > self.hot_size:
+                self.residency.reset_range(row, device.make_long(row, newest), newest)
+        elif newest:
+            granules = device.take(device.granules_of(newest))
+            assert granules is not None
+            slots = expand(granules) * device.hot_granule
+            half = newest // 2
+            self.backend.fill(common_runs(self.host_slots[row].slots()[:half], slots[:half]))
+            self.backend.catch_up(row, half, slots[half:newest])
+            device.make_resident(row, granules)
+
     def step(self) -> None:
         """Verify, accept, draft and back up, for some of the rows and padding."""
         self.steps += 1
+        if self.rng.random() < 0.3:
+            self._turn(self.rng.randrange(ROWS))
         running = [row for row in range(ROWS) if self.newest[row] < CONTEXT]
         rows = self.rng.sample(running, self.rng.randint(1, min(len(running), ROWS - 1)))
         drafts = self.rng.randint(0, self.drafts)

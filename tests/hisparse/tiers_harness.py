@@ -114,6 +114,7 @@ class Tiers:
         step.finish()
         step.verify()
         self.coordinator.step_over(places, dict.fromkeys(request_ids, 1))
+        self.coordinator.fill_rows()
         return True
 
     def begin(self, request_ids: Sequence[str]) -> DecodeStep:
@@ -195,9 +196,15 @@ def tiers(
     on: str = "cpu",
     swap_in_block_size: int | None = None,
     verify: bool = True,
+    resident_rows: bool = False,
 ) -> Iterator[Tiers]:
     sizes = Sizes(
-        config=HiSparseConfig(device_buffer_size=HOT, top_k=TOP_K, swap_in_block_size=swap_in_block_size),
+        config=HiSparseConfig(
+            device_buffer_size=HOT,
+            top_k=TOP_K,
+            swap_in_block_size=swap_in_block_size,
+            resident_rows=resident_rows,
+        ),
         layout=LAYOUT,
         max_requests=max_requests,
         max_context=CONTEXT,

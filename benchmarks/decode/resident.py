@@ -1,0 +1,74 @@
+"""The reference of `bench decode --resident`: all KV in HBM, and nothing in the step that looks for it."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from base.memory import cpus_near
+from hisparse.coordinator import HiSparseCoordinator
+from hisparse.device_pool import DeviceKVPool
+from hisparse.residency import Residency
+from hisparse.swap_in import CpuSwapIn, StepBatch, SwapInPlan
+from kernels.swap_in import hot_granule
+from kvcache.host_pool import HostKVPool
+from kvcache.layout import KVLayout
+
+
+class SlotsAsSelected(CpuSwapIn):
+    """Takes what is selected for slots: a step resolves and fetches nothing. On the CPU and on CUDA devices.
+
+    Counts no hits. New tokens are copied to the host as by the other backends.
+    """
+
+    def resolve(self, index_layer: int, batch: StepBatch, positions: torch.Tensor) -> SwapInPlan:
+        nothing = positions.new_empty(0)
+        return SwapInPlan(positions, nothing, nothing)
+
+    def fetch(self, plan: SwapInPlan, layer: int) -> None:
+        """Everything is there."""
+
+    def drain(self) -> None:
+        if self.device.kv.is_cuda:
+            torch.cuda.synchronize(self.device.device)
+
+    def _copy(
+        self, source: torch.Tensor, target: torch.Tensor, from_slots: torch.Tensor, to_slots: torch.Tensor
+    ) -> None:
+        if not self.device.kv.is_cuda:
+            super()._copy(source, target, from_slots, to_slots)
+            return
+        from kernels.copy_items import copy_items  # needs what compiles kernels
+
+        copy_items(source, target, from_slots, to_slots)
+
+
+def resident_tiers(
+    layout: KVLayout,
+    *,
+    batch: int,
+    context_length: int,
+    num_host_slots: int,
+    index_page_size: int,
+    window: int,
+    device: torch.device,
+) -> HiSparseCoordinator:
+    """Tiers for `batch` requests whose positions are all at the hot index of their number, at any context length.
+
+    What a step selects must be given as device slots.
+    """
+    size = context_length + window
+    granule = hot_granule(size)
+    pool = DeviceKVPool(
+        layout,
+        num_slots=batch * -(-context_length // granule) * granule,
+        num_index_pages=batch * -(-context_length // index_page_size),
+        index_page_size=index_page_size,
+        max_requests=batch,
+        max_context=context_length,
+        device_buffer_size=size,
+        device=device,
+        window=window,
+    )
+    host = HostKVPool(layout, num_host_slots, device.type == "cuda", cpus=cpus_near(device))
+    nothing = Residency(layout.num_index_layers, batch, 1, 1, device)
+    return HiSparseCoordinator(SlotsAsSelected(host, pool, nothing), ThreadPoolExecutor(1))
