@@ -38,6 +38,8 @@ class Metrics:
 
         self.host_slots = gauge("host_slots", "Slots of the host KV pool by state.", "state")
         self.device_slots = gauge("device_slots", "Hot-buffer slots by state.", "state")
+        self.rows = gauge("rows", "Running requests of a decode node by where their items are.", "state")
+        self.filled_bytes = counter("filled_bytes_total", "Bytes that were copied to make requests resident in HBM.")
         self.prefill_pages = gauge("prefill_pages", "Pages of the prefill KV pool by state.", "state")
         self.kv_usage = gauge(
             "kv_usage",

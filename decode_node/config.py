@@ -8,7 +8,7 @@ from service.config import ControlPort, NodeConfig, Port
 
 HiSparseJson = Annotated[
     str | None,
-    Flag("JSON: device_buffer_size, top_k, host_to_device_ratio or host_pool_gib, swap_in_block_size."),
+    Flag("JSON: device_buffer_size, top_k, host_to_device_ratio or host_pool_gib, swap_in_block_size, resident_rows."),
 ]
 
 

@@ -62,6 +62,7 @@ class DecodeNode:
         self._coordinator = coordinator
         self._membership = membership
         self._ranks = ranks
+        self._filled = 0
         self._exported = SwapInCounters(0, 0, 0, 0)
         """The swap-in counters that /metrics has; only the thread that refreshes metrics uses it."""
         self._violations = 0
@@ -135,6 +136,10 @@ class DecodeNode:
         metrics.kv_tokens_outstanding.set(self._scheduler.outstanding_tokens)
         metrics.device_slots.labels("free").set(device.free_slots)
         metrics.device_slots.labels("used").set(device.used_slots)
+        rows, resident, filling = device.used_rows, device.resident_rows, self._coordinator.filler.row is not None
+        metrics.rows.labels("resident").set(resident)
+        metrics.rows.labels("filling").set(filling)
+        metrics.rows.labels("buffered").set(max(0, rows - resident - filling))
         states = [request.state for request in list(self._scheduler.requests.values())]
         for state in RequestState:
             if state is not RequestState.FINISHED:
@@ -145,6 +150,9 @@ class DecodeNode:
         metrics.swap_in_bytes.inc(now.bytes - before.bytes)
         metrics.swap_in_violations.inc(now.violations - before.violations)
         self._exported = now
+        filled = self._coordinator.filler.copied_bytes
+        metrics.filled_bytes.inc(filled - self._filled)
+        self._filled = filled
 
     def _patience(self) -> float:
         """How long the loop may wait for a message before its next turn."""

@@ -170,9 +170,7 @@ class DecodeClient:
         others = self._groups.get(request.group, {}).values()
         nodes = (other.node for other in others if other.node.boot_id not in failures and other.failure is None)
         beside = next(nodes, None)
-        node = beside or self._registry.pick_decode(
-            request.tokens, failures.keys(), now, cached, avoid=generation.dead
-        )
+        node = beside or self._registry.pick_decode(request.tokens, failures.keys(), now, cached, avoid=generation.dead)
         if self._closed:
             raise unavailable("the gateway is shutting down")
         if node is None:

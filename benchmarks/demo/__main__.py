@@ -59,7 +59,7 @@ def run(console: Console, log_path: Path) -> int:
         port=free_port(),
         chunked_prefill_size=512,
         context_length=CONTEXT_LENGTH,
-        hisparse_config=json.dumps({"device_buffer_size": HOT_BUFFER}),
+        hisparse_config=json.dumps({"device_buffer_size": HOT_BUFFER, "resident_rows": False}),
     )
     children = plan(config).children()
     urls = {child.name: f"http://127.0.0.1:{child.http_port}" for child in children}

@@ -191,7 +191,7 @@ def test_the_swap_in_kernel_does_what_the_oracle_does(
 def test_queries_of_a_request_are_resolved_as_the_oracle_does(
     queries: int, window: int, top_k: int, hot_size: int, block_size: int, cluster: int, steps: int, seen: int | None
 ) -> None:
-    """Hot buffers are small, so that queries are cut; short rows become long, and one is resident at times; draft passes
+    """Hot buffers are small, so that queries are cut. Short rows become long. One is resident at times. Draft passes
     begin inside the window."""
     torch.manual_seed(top_k)
     rng = random.Random(queries + top_k)

@@ -19,7 +19,7 @@ from cli.serve import RANK_PORTS, arguments, free_port
 from tests.e2e.spawn import Command, Process, Spawn, execute
 
 START_TIMEOUT_S = 60.0
-HOT_BUFFER = json.dumps({"device_buffer_size": 128})
+HOT_BUFFER = json.dumps({"device_buffer_size": 128, "resident_rows": False})
 """Flags of a decode node whose long requests have misses: twice the 64 positions that tiny checkpoints select."""
 
 

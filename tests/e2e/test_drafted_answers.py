@@ -13,7 +13,7 @@ from benchmarks.passkey.text import passage_ids
 from tests.e2e.cluster import Cluster
 from tests.e2e.spawn import fork
 
-SMALL = '{"device_buffer_size": 96, "host_pool_gib": 0.3}'
+SMALL = '{"device_buffer_size": 96, "host_pool_gib": 0.3, "resident_rows": false}'
 ASKED: dict[str, dict[str, Any]] = {
     "greedy, with log probabilities": {"temperature": 0, "logprobs": 3},
     "sampled": {"temperature": 0.8, "top_p": 0.9, "seed": 1},

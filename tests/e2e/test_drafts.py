@@ -10,7 +10,7 @@ from tests.e2e.conftest import FAMILIES, References, StartCluster
 from tests.e2e.test_parity import ALONE, TOGETHER
 
 # A hot buffer that cuts queries all the time: one query may fill it.
-SMALL = '{"device_buffer_size": 64, "host_pool_gib": 0.2}'
+SMALL = '{"device_buffer_size": 64, "host_pool_gib": 0.2, "resident_rows": false}'
 
 
 def drafting(cluster: Cluster, drafts: int, ranks: int = 1) -> None:

@@ -20,7 +20,7 @@ def test_pass_keys_are_found_through_a_small_hot_buffer(dtype: str, wrong: int, 
     with Cluster(CHECKPOINT, tmp_path) as cluster:
         cluster.gateway(served_model_name="passkey")
         cluster.prefill(device=DEVICE, dtype=dtype)
-        hisparse = json.dumps({"device_buffer_size": 128, "host_pool_gib": 1})
+        hisparse = json.dumps({"device_buffer_size": 128, "host_pool_gib": 1, "resident_rows": False})
         decode = cluster.decode(device=DEVICE, dtype=dtype, hisparse_config=hisparse, max_running_requests=COUNT)
         cluster.wait_ready()
         endpoint = Endpoint("", cluster.url, "passkey")
