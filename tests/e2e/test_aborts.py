@@ -54,3 +54,4 @@ def test_aborts_among_exact_answers(start_pair: StartPair, references: Reference
     wait_until(lambda: pools(decode) == before, what="every pool to be as full as before")
     prefill.wait_unused("prefill_pages")
     assert decode.metric("requests_finished_total", reason="abort") > 0
+    assert decode.metric("filled_bytes_total") > 0, "rows became resident"
