@@ -109,7 +109,11 @@ def is_anthropic(path: str) -> bool:
 
 def shown(value: object) -> str:
     """The value as an error message shows it: its beginning, if it is long."""
-    text = repr(value)
+    return brief(repr(value))
+
+
+def brief(text: str) -> str:
+    """The text, or its beginning if it is long."""
     return text if len(text) <= 80 else text[:77] + "..."
 
 

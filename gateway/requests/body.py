@@ -18,7 +18,7 @@ from pydantic import AfterValidator, ConfigDict, Discriminator, Tag, ValidationE
 from pydantic_core import PydanticCustomError
 
 from base.wire import FailFastModel, first_error
-from gateway.errors import ApiError, shown
+from gateway.errors import ApiError, brief, shown
 
 log = structlog.get_logger(__name__)
 
@@ -236,8 +236,8 @@ def parse(kind: type[_Body], body: bytes, policy: FieldPolicy) -> _Body:
 def invalid(error: ValidationError) -> ApiError:
     """The first error of a validation, as clients are told."""
     first = first_error(error)
-    # Tags of unions are no part of a field's name.
-    field = ".".join(str(part) for part in first["loc"] if not str(part).startswith("<"))
+    # Tags of unions are no part of a field's name. Keys are the client's, and may be of any length.
+    field = ".".join(brief(str(part)) for part in first["loc"] if not str(part).startswith("<"))
     found = first["input"]
     message = f"{field}: {first['msg']}" if field else first["msg"]
     if first["type"] == OTHER_KIND and isinstance(found, dict) and "type" in found:

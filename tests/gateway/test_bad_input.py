@@ -146,6 +146,13 @@ def test_bad_input_gets_a_clear_answer(world: World, path: str, body: dict[str, 
     assert not world.decode.generated
 
 
+def test_an_error_repeats_only_the_beginning_of_a_long_name(world: World) -> None:
+    answer = world.http.post("/v1/completions", json={"prompt": "a", "logit_bias": {"5" * 5000: "x"}})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == f"logit_bias.{'5' * 77}..."
+    assert len(answer.text) < 500
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[1]", b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"[" * 10**5]
 )
