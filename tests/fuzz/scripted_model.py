@@ -17,7 +17,9 @@ HONEST = b"honest"
 """The prompt of the client beside the hostile one."""
 _CHUNK = 16
 _STEP = 21 * CHOICES
-"""Tokens and alternatives of one message: a token of each of the most choices."""
+"""Tokens and alternatives of one message: a token of each of the most choices. One without alternatives counts as 8."""
+MOST_TOKENS = 1 << 14
+"""Of all answers to a case. No node is so fast that more come in a moment, and a gateway's queue overflows."""
 _PIECE = 512
 _BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
@@ -54,7 +56,7 @@ class ScriptedModel(FakeDecodeNode):
         step: list[Output] = []
         room = _STEP
         for output in outputs:
-            room -= sum(1 + len(token.top_logprobs) for token in output.tokens)
+            room -= sum(max(8, 1 + len(token.top_logprobs)) for token in output.tokens)
             if room < 0 or len(step) == CHOICES:
                 super().send(sender, *step)
                 step, room = [], _STEP
@@ -80,7 +82,7 @@ class ScriptedModel(FakeDecodeNode):
         ids = [*self.case.says, EOS]
         if request.sampling.top_logprobs is not None:
             ids = list(islice(cycle(self.case.says), max(1, self.case.tokens // self._choices)))
-        ids = ids[: request.max_new_tokens]
+        ids = ids[: min(request.max_new_tokens, max(1, MOST_TOKENS // self._choices))]
         last = "stop" if ids[-1] in request.stop_token_ids else "length"
         chunks = [ids[start : start + _CHUNK] for start in range(0, len(ids), _CHUNK)]
         return [*((chunk, None) for chunk in chunks[:-1]), (chunks[-1], last)]  # type: ignore[list-item]
