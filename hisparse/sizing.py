@@ -19,8 +19,8 @@ class Sizes:
     """Sizes of the pools of one decode node: the constructor arguments of HostKVPool and DeviceKVPool.
 
     asked_device_slots: what was wanted at least, a hot buffer for all requests at once or `max_device_slots`. There are
-    more where memory is left, for resident rows. table_bytes: device
-    memory of page, slot and residency tables. window: positions that a step of a request may write.
+    more where memory is left, for resident rows. table_bytes: device memory of page, slot and residency tables. window:
+    positions that a step of a request may write.
     """
 
     config: HiSparseConfig

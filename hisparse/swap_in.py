@@ -36,9 +36,8 @@ class StepBatch:
 
     rows: [batch], rows of the device pool, distinct, below 0 for padding, for which nothing is stored, selected or
     copied. newest: [batch], the newest position, with which the row's window begins. identity: [batch], I of
-    `hisparse.residency`. queries: query j of a row is at
-    position first + j; `resolve` lowers the counts, in place, where queries are cut. stored: the tokens whose KV the
-    step stores. queries and stored lie in the window.
+    `hisparse.residency`. queries: query j of a row is at position first + j; `resolve` lowers the counts, in place,
+    where queries are cut. stored: the tokens whose KV the step stores. queries and stored lie in the window.
 
     Of each stored token, [batch * stored.width], -1 for none: stored_slots, its slot in the device pool,
     stored_index_rows, its place in `index_keys.flatten(1, 2)`, stored_host_slots, its slot in the host pool.
