@@ -11,6 +11,7 @@ one that was given up (client or gateway gone, or an error) keeps its last outpu
 import math
 import time
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -34,15 +35,15 @@ _TOKENS_AGAIN = 1024
 StreamKey = tuple[str, str, str]
 
 
-class _NewToken(NamedTuple):
-    """A token that does not end its request.
+class _NewTokens(NamedTuple):
+    """Tokens of one request that do not end it. Fields as in Output.
 
-    place: its index among the generated tokens. interval: seconds since the one before it. cached_tokens: see Output.
+    interval: seconds between two of them, and from the one before to the first, on average; None at its first token.
     """
 
     request_id: str
-    place: int
-    token: Token
+    start: int
+    tokens: Sequence[Token]
     interval: float | None
     cached_tokens: int
 
@@ -69,13 +70,14 @@ class StreamedTokens:
         """Index of the next token."""
         return self._first + len(self)
 
-    def append(self, token: Token) -> None:
-        self._ids.append(token.token_id)
-        self._logprobs.append(math.nan if token.logprob is None else token.logprob)
-        for token_id, logprob in token.top_logprobs:
-            self._top_ids.append(token_id)
-            self._top_logprobs.append(logprob)
-        self._top_stops.append(len(self._top_ids))
+    def extend(self, tokens: Sequence[Token]) -> None:
+        self._ids.extend([token.token_id for token in tokens])
+        self._logprobs.extend([math.nan if token.logprob is None else token.logprob for token in tokens])
+        for token in tokens:
+            for token_id, logprob in token.top_logprobs:
+                self._top_ids.append(token_id)
+                self._top_logprobs.append(logprob)
+            self._top_stops.append(len(self._top_ids))
 
     def between(self, start: int, stop: int) -> tuple[Token, ...]:
         """The tokens with an index in [start, stop) that there are."""
@@ -110,7 +112,7 @@ class OutputStream:
     def __init__(self, control: ControlPlane, metrics: Metrics) -> None:
         self._control = control
         self._metrics = metrics
-        self._new: dict[str, tuple[Peer, list[_NewToken]]] = {}
+        self._new: dict[str, tuple[Peer, list[_NewTokens]]] = {}
         """Those of this turn, by the boot id of the gateway that they are for."""
         self._last: list[_Stream] = []
         """Streams whose last output is not sent yet."""
@@ -123,35 +125,40 @@ class OutputStream:
         self._ended_at: dict[StreamKey, float] = {}
         """When the ended ones among them ended (time.monotonic), earliest first."""
 
-    def token(self, request: Request, token: Token, finish_reason: FinishReason | None) -> None:
-        """Stream a token that was just appended to the request."""
+    def tokens(self, request: Request, tokens: Sequence[Token], finish_reason: FinishReason | None) -> None:
+        """Stream the tokens of a step, at least one, which were just added to the request.
+
+        finish_reason: why the last of them ends the request.
+        """
         now = time.monotonic()
-        index = len(request.generated) - 1
-        interval = now - request.last_token_at if index > request.resumed_at else None
+        start = len(request.generated) - len(tokens)
+        interval = (now - request.last_token_at) / len(tokens) if start > request.resumed_at else None
         if interval is None:
             self._metrics.ttft.observe(now - request.arrived)
         request.last_token_at = now
-        self._new_tokens += 1
+        self._new_tokens += len(tokens)
         stream = self._stream_of(request)
-        stream.tokens.append(token)
+        stream.tokens.extend(tokens)
         stream.cached_tokens = request.cached_tokens or 0
-        if not index and request.prompt_logprobs is not None:
+        if not start and request.prompt_logprobs is not None:
             stream.prompt = request.prompt_logprobs
             self._begun.append(stream)
-        if finish_reason is None:
+        # The last output is repeated until the gateway has it: it has one token.
+        new = tokens if finish_reason is None else tokens[:-1]
+        if new:
             cached_tokens = 0 if interval is not None else stream.cached_tokens
-            self._new_of(stream.gateway).append(_NewToken(request.request_id, index, token, interval, cached_tokens))
-            return
-        if interval is not None:
+            self._new_of(stream.gateway).append(_NewTokens(request.request_id, start, new, interval, cached_tokens))
+        elif interval is not None:
             self._metrics.inter_token.observe(interval)
-        last = Output(
-            request_id=request.request_id,
-            start=index,
-            tokens=(token,),
-            finish_reason=finish_reason,
-            cached_tokens=stream.cached_tokens,
-        )
-        self._end(stream, last, finish_reason)
+        if finish_reason is not None:
+            last = Output(
+                request_id=request.request_id,
+                start=len(request.generated) - 1,
+                tokens=(tokens[-1],),
+                finish_reason=finish_reason,
+                cached_tokens=stream.cached_tokens,
+            )
+            self._end(stream, last, finish_reason)
 
     def end(self, request: Request, finish_reason: FinishReason, error: str | None = None) -> None:
         """End the stream of a request that was given up. The gateway needs none of its tokens any more."""
@@ -219,16 +226,16 @@ class OutputStream:
             output = Output(request_id=stream.key[1], start=0, prompt_logprobs=piece)
             self._control.send(stream.gateway, Outputs.of([output]))
 
-    def _message_of(self, new: list[_NewToken]) -> Outputs:
+    def _message_of(self, new: list[_NewTokens]) -> Outputs:
         """Called by the control thread, while the loop goes on."""
-        for token in new:
-            if token.interval is not None:
-                self._metrics.inter_token.observe(token.interval)
+        for one in new:
+            if one.interval is not None:
+                self._metrics.inter_token.observe(one.interval)
         return Outputs.of(
-            [Output(one.request_id, one.place, (one.token,), cached_tokens=one.cached_tokens) for one in new]
+            [Output(one.request_id, one.start, tuple(one.tokens), cached_tokens=one.cached_tokens) for one in new]
         )
 
-    def _new_of(self, gateway: Peer) -> list[_NewToken]:
+    def _new_of(self, gateway: Peer) -> list[_NewTokens]:
         if gateway.boot_id not in self._new:
             self._new[gateway.boot_id] = gateway, []
         return self._new[gateway.boot_id][1]

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -94,7 +94,7 @@ class Request:
     host_slots: HostSlots | None = None
     generated: list[int] = field(init=False)
     launched: int = field(init=False)
-    drafts: tuple[int, ...] = ()
+    drafts: Sequence[int] = ()
     last_token_at: float = 0.0
     grammar: GrammarState | None = None
     """Where it is in its grammar, once that is compiled."""
@@ -222,11 +222,21 @@ class Request:
         if to is not RequestState.FINISHED:
             self.stage = self.span.child(_SPANS[to], now)
 
-    def finish_reason(self) -> FinishReason | None:
-        """Why the newest token ends the request, or None."""
-        if self.generated[-1] in self.generate.stop_token_ids or (self.grammar is not None and self.grammar.done):
-            return "stop"
-        return "length" if len(self.generated) >= self.generate.max_new_tokens else None
+    def extend(self, token_ids: Iterable[int]) -> FinishReason | None:
+        """Add tokens, up to the first that ends the request. Returns why it ends it, or None.
+
+        Raises GrammarViolation for a token that the grammar does not allow.
+        """
+        grammar, stop_token_ids, most = self.grammar, self.generate.stop_token_ids, self.generate.max_new_tokens
+        for token_id in token_ids:
+            self.generated.append(token_id)
+            if grammar is not None:
+                grammar.advance(token_id)
+            if token_id in stop_token_ids or (grammar is not None and grammar.done):
+                return "stop"
+            if len(self.generated) >= most:
+                return "length"
+        return None
 
 
 class RequestTable(dict[str, Request]):

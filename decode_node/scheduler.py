@@ -13,7 +13,7 @@ from base.block_hashes import BLOCK_TOKENS
 from base.metrics import Metrics
 from base.tombstones import Tombstones
 from base.tracing import NO_TRACER, Tracer
-from control.messages import FinishReason, Generate, Peer, Rejected, Token
+from control.messages import FinishReason, Generate, Peer, Rejected
 from decode_node import spans
 from decode_node.grammars import Grammars
 from decode_node.local_prefill import LocalPrefill
@@ -230,57 +230,60 @@ class Scheduler:
     def _take_tokens(self) -> bool:
         """Stream the tokens of the step before. Whether there were any."""
         taken = self._steps.take()
+        all_drafted = all_accepted = 0
         for request_id, computed in taken:
             request = self.requests.get(request_id)
             if request is None:
                 # It ended while the step was in flight.
                 continue
-            self._note_drafts(request, computed)
-            for token in computed.tokens:
-                if not self._take_token(request, token):
-                    break
+            drafted, accepted = self._note_drafts(request, computed)
+            all_drafted += drafted
+            all_accepted += accepted
+            self._take(request, computed)
+        self._metrics.draft_tokens.inc(all_drafted)
+        self._metrics.accepted_draft_tokens.inc(all_accepted)
         return bool(taken)
 
-    def _note_drafts(self, request: Request, computed: Computed) -> None:
-        """Count the drafts that a step verified, and keep those that it made."""
-        if computed.tokens and (drafted := min(len(request.drafts), computed.width - 1)):
-            accepted = len(computed.tokens) - 1
+    def _note_drafts(self, request: Request, computed: Computed) -> tuple[int, int]:
+        """Keep the drafts that a step made. Returns how many it verified, and how many of them were right."""
+        drawn = len(computed.tokens) + (computed.failure is not None)
+        drafted = min(len(request.drafts), computed.width - 1) if drawn else 0
+        accepted = drawn - 1 if drafted else 0
+        if drafted:
             self._runner.policy.note_drafts(drafted, accepted)
             request.drafted += drafted
             request.accepted += accepted
-            self._metrics.draft_tokens.inc(drafted)
-            self._metrics.accepted_draft_tokens.inc(accepted)
-        request.launched += len(computed.tokens) - 1
+        request.launched += drawn - 1
         request.drafts = computed.drafts
+        return drafted, accepted
 
-    def _take_token(self, request: Request, token: Token | NoToken) -> bool:
-        """Stream a request's next token. Whether it goes on."""
-        if token is NoToken.NOTHING_ALLOWED:
-            self.end(request, "invalid", str(token))
-            return False
-        if isinstance(token, NoToken):
-            self.end(request, "error", f"decode step failed: {token}")
-            return False
-        request.generated.append(token.token_id)
-        if len(request.generated) == 1:
-            self._metrics.note_stages(
-                len(request.generate.prompt_ids),
-                queue=request.spent[RequestState.WAITING],
-                admission=request.spent[RequestState.LANDED],
-                first_step=time.monotonic() - request.moved_at,
-            )
-            request.stage.record("first step", request.moved_at)
-        if request.grammar is not None:
-            try:
-                request.grammar.advance(token.token_id)
-            except GrammarViolation as violation:
-                self.end(request, "error", f"decode step failed: {violation}")
-                return False
-        reason = request.finish_reason()
-        self.outputs.token(request, token, reason)
+    def _take(self, request: Request, computed: Computed) -> None:
+        """Stream the tokens that a step gave a request, up to the one that ends it."""
+        had = len(request.generated)
+        try:
+            reason = request.extend([token.token_id for token in computed.tokens])
+        except GrammarViolation as violation:
+            self.end(request, "error", f"decode step failed: {violation}")
+            return
+        if tokens := computed.tokens[: len(request.generated) - had]:
+            if not had:
+                self._note_first_step(request)
+            self.outputs.tokens(request, tokens, reason)
         if reason is not None:
             self._close(request, reason)
-        return reason is None
+        elif computed.failure is NoToken.NOTHING_ALLOWED:
+            self.end(request, "invalid", str(computed.failure))
+        elif computed.failure is not None:
+            self.end(request, "error", f"decode step failed: {computed.failure}")
+
+    def _note_first_step(self, request: Request) -> None:
+        self._metrics.note_stages(
+            len(request.generate.prompt_ids),
+            queue=request.spent[RequestState.WAITING],
+            admission=request.spent[RequestState.LANDED],
+            first_step=time.monotonic() - request.moved_at,
+        )
+        request.stage.record("first step", request.moved_at)
 
     def _step_failed(self, request_ids: Sequence[str], error: Exception) -> None:
         for request_id in request_ids:

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate
+from typing import NamedTuple, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -59,17 +60,23 @@ class LaunchedStep:
         return StepSize(self.padded, self.batch.places.width)
 
 
-@dataclass(frozen=True)
-class Computed:
+class Computed(NamedTuple):
     """What a step gave a request: its next tokens, at most `width`, and drafts of those after them.
 
-    After a NoToken there is none. There may be no token at all, if the step came to the end of what the request may
-    get.
+    There may be no token at all, if the step came to the end of what the request may get. failure: why no token follows
+    these.
     """
 
-    tokens: tuple[Token | NoToken, ...]
+    tokens: Sequence[Token]
     width: int
-    drafts: tuple[int, ...] = ()
+    drafts: Sequence[int] = ()
+    failure: NoToken | None = None
+
+    @classmethod
+    def of(cls, drawn: Sequence[Token | NoToken], width: int, drafts: Sequence[int]) -> Self:
+        """drawn: what was drawn for the request. A NoToken is the last of them."""
+        failure = drawn[-1] if drawn and isinstance(drawn[-1], NoToken) else None
+        return cls(cast("Sequence[Token]", drawn if failure is None else drawn[:-1]), width, drafts, failure)
 
 
 class ModelRunner:
@@ -201,10 +208,11 @@ class ModelRunner:
         self._coordinator.step_over(batch.places, dict(zip(batch.request_ids, counts, strict=True)))
         final = (torch.arange(width) < counted).flatten()
         requests = [sampling for sampling, count in zip(batch.sampling, counts, strict=True) for _ in range(count)]
-        tokens = iter(tokens_of(drawn.reshape(len(final), -1)[final], requests))
+        tokens = tokens_of(drawn.reshape(len(final), -1)[final], requests)
+        stops = accumulate(counts)
         return [
-            Computed(tuple(islice(tokens, count)), width, tuple(drafts))
-            for count, drafts in zip(counts, drafted.int().tolist(), strict=True)
+            Computed.of(tokens[stop - count : stop], width, drafts)
+            for stop, count, drafts in zip(stops, counts, drafted.int().tolist(), strict=True)
         ]
 
     def check_device(self) -> None:

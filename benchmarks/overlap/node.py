@@ -110,7 +110,7 @@ class StubRunner(ModelRunner):
         self._coordinator.step_over(batch.places, dict.fromkeys(batch.request_ids, width))
         tokens = tokens_of(torch.full((len(batch) * width, 1), 5.0), [s for s in batch.sampling for _ in range(width)])
         return [
-            Computed(tuple(tokens[first : first + width]), width, (5,) * (width - 1))
+            Computed.of(tokens[first : first + width], width, (5,) * (width - 1))
             for first in range(0, len(tokens), width)
         ]
 

@@ -47,7 +47,6 @@ class Output(NamedTuple):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-_NO_LOGPROBS = Token(0)[1:]
 _DETAILS = Output._fields[3:]
 _NO_DETAILS = Output("", 0)[3:]
 
@@ -75,7 +74,7 @@ class RowDetails(WireModel):
     @classmethod
     def of(cls, row: int, output: Output) -> Self | None:
         """None if the output has only token ids."""
-        has_logprobs = any(token[1:] != _NO_LOGPROBS for token in output.tokens)
+        has_logprobs = any(token.logprob is not None for token in output.tokens)
         if not has_logprobs and output[3:] == _NO_DETAILS:
             return None
         logprobs = [RowLogprob(logprob=token.logprob, top_logprobs=token.top_logprobs) for token in output.tokens]

@@ -31,13 +31,18 @@ class Harness:
         self.stream = OutputStream(self.control, Metrics())  # type: ignore[arg-type]
         self.request = Request(Generate(request_id="r", prompt_ids=(1,), max_new_tokens=5000), GATEWAY)
 
-    def decode(self, count: int, finish_reason: FinishReason | None = None) -> None:
-        """So many tokens more, the last with that reason. What is streamed of them is lost on the way."""
-        for left in reversed(range(count)):
-            number = len(self.request.generated)
-            self.request.generated.append(number)
-            self.stream.token(self.request, a_token(number), None if left else finish_reason)
+    def step(self, count: int, finish_reason: FinishReason | None = None) -> None:
+        """One step gives `count` tokens, the last with that reason."""
+        first = len(self.request.generated)
+        numbers = range(first, first + count)
+        self.request.generated.extend(numbers)
+        self.stream.tokens(self.request, [a_token(number) for number in numbers], finish_reason)
         self.stream.flush()
+
+    def decode(self, count: int, finish_reason: FinishReason | None = None) -> None:
+        """Steps of one token each, the last with that reason. What is streamed of them is lost on the way."""
+        for left in reversed(range(count)):
+            self.step(1, None if left else finish_reason)
         self.control.sent.clear()
 
     def resent(self, start: int, gateway: Peer = GATEWAY) -> list[Output]:
@@ -93,7 +98,7 @@ def test_prompt_log_probabilities_come_in_pieces_before_the_first_token() -> Non
     h.request = Request(Generate(request_id="r", prompt_ids=(1,) * 3000, max_new_tokens=9, prompt_logprobs=20), GATEWAY)
     h.request.prompt_logprobs = table = PromptLogprobTable(3000, 20)
     h.request.generated.append(5)
-    h.stream.token(h.request, a_token(5), "stop")
+    h.stream.tokens(h.request, [a_token(5)], "stop")
     h.stream.flush()
     *pieces, last = h.control.outputs()
     assert [output.prompt_logprobs for output in pieces] == list(table.pieces())
@@ -102,6 +107,27 @@ def test_prompt_log_probabilities_come_in_pieces_before_the_first_token() -> Non
     h.control.sent.clear()
     assert h.resent(0) == [*pieces, Output(request_id="r", start=0, tokens=(a_token(5),)), last]
     assert h.resent(1) == [last]
+
+
+def test_the_tokens_of_a_step_are_one_output_and_one_interval() -> None:
+    h = Harness()
+    intervals = h.stream._metrics.inter_token
+    h.step(3)
+    h.step(4)
+    first, second = h.control.outputs()
+    assert (first.start, first.tokens) == (0, (a_token(0), a_token(1), a_token(2)))
+    assert (second.start, len(second.tokens)) == (3, 4)
+    assert sum(bucket.get() for bucket in intervals._buckets) == 1
+    assert h.stream._metrics.generated_tokens._value.get() == 7
+
+
+def test_the_token_that_ends_a_request_is_an_output_of_its_own() -> None:
+    h = Harness()
+    h.step(3, "length")
+    before, last = h.control.outputs()
+    assert (before.start, before.tokens, before.finish_reason) == (0, (a_token(0), a_token(1)), None)
+    assert (last.start, last.tokens, last.finish_reason) == (2, (a_token(2),), "length")
+    assert h.repeats_the_end()
 
 
 def test_only_the_gateway_of_a_request_gets_its_tokens() -> None:
@@ -165,10 +191,10 @@ tokens = st.builds(
 )
 
 
-@given(st.lists(tokens, max_size=10), st.integers(0, 12), st.integers(0, 12))
-def test_tokens_come_out_as_they_went_in(streamed: list[Token], start: int, stop: int) -> None:
+@given(st.lists(tokens, max_size=10), st.integers(0, 10), st.integers(0, 12), st.integers(0, 12))
+def test_tokens_come_out_as_they_went_in(streamed: list[Token], cut: int, start: int, stop: int) -> None:
     kept = StreamedTokens()
-    for token in streamed:
-        kept.append(token)
+    kept.extend(streamed[:cut])
+    kept.extend(streamed[cut:])
     assert len(kept) == len(streamed)
     assert kept.between(start, stop) == tuple(streamed[start:stop])
