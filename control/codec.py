@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 from base.wire import UInt, WireModel, first_error
 from control.messages import HostPort, Message, Peer, Ping, Pong, Refused, Registered
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 
 class MalformedMessage(ValueError):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import structlog
 
 from base.metrics import Metrics
-from control.messages import FinishReason, Output, Outputs, Peer, Token
+from control.messages import DraftCounts, FinishReason, Output, Outputs, Peer, Token
 from control.plane import ControlPlane
 from control.prompt_logprobs import PromptLogprobTable
 from decode_node.request import Request
@@ -46,6 +46,7 @@ class _NewTokens(NamedTuple):
     tokens: Sequence[Token]
     interval: float | None
     cached_tokens: int
+    drafts: DraftCounts
 
 
 class StreamedTokens:
@@ -96,7 +97,7 @@ class StreamedTokens:
 
 @dataclass
 class _Stream:
-    """What a gateway was sent of a request. last: the output that ended it. cached_tokens: see Output."""
+    """What a gateway was sent of a request. last: the output that ended it. cached_tokens, drafts: see Output."""
 
     key: StreamKey
     gateway: Peer
@@ -104,6 +105,7 @@ class _Stream:
     prompt: PromptLogprobTable | None = None
     last: Output | None = None
     cached_tokens: int = 0
+    drafts: DraftCounts = (0, 0)
 
 
 class OutputStream:
@@ -140,6 +142,8 @@ class OutputStream:
         stream = self._stream_of(request)
         stream.tokens.extend(tokens)
         stream.cached_tokens = request.cached_tokens or 0
+        if request.generate.counts_drafts:
+            stream.drafts = request.drafted, request.accepted
         if not start and request.prompt_logprobs is not None:
             stream.prompt = request.prompt_logprobs
             self._begun.append(stream)
@@ -147,7 +151,9 @@ class OutputStream:
         new = tokens if finish_reason is None else tokens[:-1]
         if new:
             cached_tokens = 0 if interval is not None else stream.cached_tokens
-            self._new_of(stream.gateway).append(_NewTokens(request.request_id, start, new, interval, cached_tokens))
+            self._new_of(stream.gateway).append(
+                _NewTokens(request.request_id, start, new, interval, cached_tokens, stream.drafts)
+            )
         elif interval is not None:
             self._metrics.inter_token.observe(interval)
         if finish_reason is not None:
@@ -157,6 +163,7 @@ class OutputStream:
                 tokens=(tokens[-1],),
                 finish_reason=finish_reason,
                 cached_tokens=stream.cached_tokens,
+                drafts=stream.drafts,
             )
             self._end(stream, last, finish_reason)
 
@@ -197,7 +204,7 @@ class OutputStream:
         for first in range(start, stop, _TOKENS_AGAIN):
             tokens = stream.tokens.between(first, first + _TOKENS_AGAIN)
             cached_tokens = 0 if first else stream.cached_tokens
-            output = Output(request_id=request_id, start=first, tokens=tokens, cached_tokens=cached_tokens)
+            output = Output(request_id, first, tokens, cached_tokens=cached_tokens, drafts=stream.drafts)
             self._control.send(gateway, Outputs.of([output]))
         if stream.last is not None:
             self._control.send(gateway, Outputs.of([stream.last]))
@@ -232,7 +239,10 @@ class OutputStream:
             if one.interval is not None:
                 self._metrics.inter_token.observe(one.interval)
         return Outputs.of(
-            [Output(one.request_id, one.start, tuple(one.tokens), cached_tokens=one.cached_tokens) for one in new]
+            [
+                Output(one.request_id, one.start, tuple(one.tokens), cached_tokens=one.cached_tokens, drafts=one.drafts)
+                for one in new
+            ]
         )
 
     def _new_of(self, gateway: Peer) -> list[_NewTokens]:

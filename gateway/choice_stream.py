@@ -79,6 +79,8 @@ class ChoiceStream:
     def _read(self, output: Output) -> Delta:
         if output.start == 0:
             self._outcome.cached_tokens = output.cached_tokens
+        if self._request.generate.counts_drafts:
+            self._outcome.note_drafts(output.drafts)
         delta = self._text.push(output)
         if tokens := len(delta.tokens):
             now = time.monotonic()

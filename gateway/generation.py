@@ -147,6 +147,7 @@ class Generation:
         generate, self.tries = self.request.generate, self.tries + 1
         if self.tries == 1:
             return generate
+        self.request.outcome.drafts_before = self.request.outcome.drafts
         own: dict[str, object] = {"request_id": f"{generate.request_id}.{self.tries}"}
         if self.token_ids:
             # The log probabilities of the prompt came before the first token.

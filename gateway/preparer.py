@@ -9,7 +9,7 @@ from base.block_hashes import BlockHasher
 from base.errors import StartupError
 from base.tracing import NO_SPAN, TraceSpan
 from control.grammar import Grammar, Lark
-from control.messages import Generate
+from control.messages import DraftCounts, Generate
 from gateway.chat_reading import ChatReading
 from gateway.config import GatewayConfig
 from gateway.detokenizer import TextOptions
@@ -65,6 +65,12 @@ class PreparedRequest:
         choices = self.request.computed_choices
         known = [each.outcome.cached_tokens for each in self.tokenized]
         return sum(min(known[first : first + choices]) for first in range(0, len(known), choices))
+
+    @property
+    def drafts(self) -> DraftCounts:
+        """Of all answers."""
+        counts = [each.outcome.drafts for each in self.tokenized]
+        return sum(verified for verified, _ in counts), sum(right for _, right in counts)
 
     @property
     def generated_tokens(self) -> int:
@@ -130,6 +136,7 @@ class Preparer:
                     grammar=grammar,
                     group=f"{request_id}-{number}" if choices > 1 else "",
                     prompt_logprobs=prompt_logprobs,
+                    counts_drafts=bool(request.return_draft_counts),
                     cache_salt=salt,
                     traceparent=arrival.span.traceparent,
                 ),

@@ -87,7 +87,9 @@ def measure(
     """
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
     port, control_port = free_port(), free_port()
-    common = ["--model-path", str(model), "--context-length", str(tokens + _ANSWER_TOKENS)]
+    # A stub's drafts are all right, and no answer may end before the last batch is recorded.
+    answer_tokens = _ANSWER_TOKENS * (1 + drafts)
+    common = ["--model-path", str(model), "--context-length", str(tokens + answer_tokens)]
     gateway = ["gateway", *common, "--served-model-name", _MODEL, "--port", str(port)]
     gateway += ["--control-port", str(control_port)]
     decode = ["decode", *common, "--gateway", f"127.0.0.1:{control_port}", "--port", "0", "--control-port", "0"]
@@ -106,7 +108,7 @@ def measure(
         try:
             wait_ready(url, {**children, "decode": node}, _READY_S)
             endpoint = Endpoint(_MODEL, url, _MODEL, extra_body={"return_token_ids": True})
-            prompts = RandomPrompts(tokens, _ANSWER_TOKENS, vocab_size=vocab)
+            prompts = RandomPrompts(tokens, answer_tokens, vocab_size=vocab)
             return [asyncio.run(_record(endpoint, prompts, batch, records, node)) for batch in batches]
         finally:
             terminate([node])

@@ -19,6 +19,9 @@ FinishReason = Literal["stop", "length", "abort", "lost", "error", "invalid"]
 """Why a request ended. abort: another node may do it. lost: the same, and this node fails with all of its requests.
 error: it failed. invalid: no node can carry it out."""
 
+DraftCounts = tuple[int, int]
+"""Drafts that were verified, and those of them that were right."""
+
 _INT = np.dtype("<i4")
 
 
@@ -35,7 +38,8 @@ class Output(NamedTuple):
 
     cached_tokens: tokens of the prompt that were not computed for this request. In the output with its first token and
     in its last one; 0 in others. prompt_logprobs: a piece of what was asked for. All pieces come before the first
-    token, in outputs of their own.
+    token, in outputs of their own. drafts: how many this node has verified for the request so far, and how many of them
+    were right, if that is asked for.
     """
 
     request_id: str
@@ -45,6 +49,7 @@ class Output(NamedTuple):
     error: str | None = None
     cached_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None
+    drafts: DraftCounts = (0, 0)
 
 
 _DETAILS = Output._fields[3:]
@@ -70,11 +75,12 @@ class RowDetails(WireModel):
     cached_tokens: UInt = 0
     logprobs: tuple[RowLogprob, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
+    drafts: tuple[UInt, UInt] = (0, 0)
 
     @classmethod
     def of(cls, row: int, output: Output) -> Self | None:
         """None if the output has only token ids."""
-        has_logprobs = any(token.logprob is not None for token in output.tokens)
+        has_logprobs = any(token.logprob is not None or token.top_logprobs for token in output.tokens)
         if not has_logprobs and output[3:] == _NO_DETAILS:
             return None
         logprobs = [RowLogprob(logprob=token.logprob, top_logprobs=token.top_logprobs) for token in output.tokens]

@@ -81,6 +81,7 @@ class Generate(Message, sent_by=GATEWAY):
     cache_salt: CacheSalt = ""
     group: Annotated[str, Field(max_length=128)] = ""
     prompt_logprobs: Alternatives | None = None
+    counts_drafts: bool = False
     prefill_nodes: tuple[Peer, ...] = ()
     longest_prompts: dict[Identifier, UInt] = Field(default_factory=dict)
     prefill_ranks: dict[Identifier, RankPeers] = Field(default_factory=dict)

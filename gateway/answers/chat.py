@@ -134,9 +134,8 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
         if end in text:
             del self._reasoning_tails[index]
 
-    def _usage(self) -> Usage:
-        details: CompletionDetails = {"reasoning_tokens": self._reasoning_tokens}
-        return {**super()._usage(), "completion_tokens_details": details}
+    def _details(self) -> CompletionDetails:
+        return {"reasoning_tokens": self._reasoning_tokens, **super()._details()}
 
     def begin(self) -> list[Json]:
         head = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}

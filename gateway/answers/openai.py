@@ -23,9 +23,14 @@ _TOKEN_ID_BYTES = 7
 
 
 class CompletionDetails(TypedDict):
-    """reasoning_tokens: of the answers, those up to the end of the reasoning."""
+    """reasoning_tokens: of the answers, those up to the end of the reasoning, in chats.
 
-    reasoning_tokens: int
+    accepted_prediction_tokens, rejected_prediction_tokens: drafts that were verified, with return_draft_counts.
+    """
+
+    reasoning_tokens: NotRequired[int]
+    accepted_prediction_tokens: NotRequired[int]
+    rejected_prediction_tokens: NotRequired[int]
 
 
 class PromptDetails(TypedDict):
@@ -41,7 +46,9 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
-    completion_tokens_details: NotRequired[Annotated[CompletionDetails, Field(description="Of chats.")]]
+    completion_tokens_details: NotRequired[
+        Annotated[CompletionDetails, Field(description="Of chats, and with return_draft_counts.")]
+    ]
 
 
 class RankedToken(TypedDict):
@@ -222,12 +229,21 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
 
     def _usage(self) -> Usage:
         prompt_tokens = self.prepared.prompt_tokens
-        return {
+        usage: Usage = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": self._completion_tokens,
             "total_tokens": prompt_tokens + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.prepared.cached_tokens},
         }
+        if details := self._details():
+            usage["completion_tokens_details"] = details
+        return usage
+
+    def _details(self) -> CompletionDetails:
+        if not self.prepared.request.return_draft_counts:
+            return {}
+        verified, right = self.prepared.drafts
+        return {"accepted_prediction_tokens": right, "rejected_prediction_tokens": verified - right}
 
     def _ending(self, choice: dict[str, Any]) -> list[dict[str, Any]]:
         """The last choice of a stream, as chunks have it."""

@@ -88,6 +88,7 @@ OF_GENERATION: Neutral = {
     "parallel_tool_calls": (True,),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
+    "return_draft_counts": (False,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "stream_options": ({"include_usage": True}, {"include_usage": False}),

@@ -98,6 +98,7 @@ class GenerationRequest(RequestBody, CommonFields, StructureFields, ABC):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_draft_counts: bool | None = None
     prompt_logprobs: Alternatives | None = None
 
     def generation(self, policy: FieldPolicy) -> Self:

@@ -27,6 +27,7 @@ rows = st.builds(
     finish_reason=st.none() | st.sampled_from(["stop", "error"]),
     error=st.none() | st.text(max_size=5),
     cached_tokens=st.integers(0, 3),
+    drafts=st.tuples(st.integers(0, 3), st.integers(0, 3)),
     prompt_logprobs=st.none() | st.just(PromptLogprobs(start=1, alternatives=0, ints=b"1234", floats=b"1234")),
 )
 

@@ -44,7 +44,13 @@ def answers(directory: Path, drafts: int) -> tuple[dict[str, Any], float]:
         cluster.wait_ready()
         rng = random.Random(1)
         bodies = [
-            {"model": "passkey", "prompt": passage_ids(rng, 200 + 60 * number), "max_tokens": 32, **fields}
+            {
+                "model": "passkey",
+                "prompt": passage_ids(rng, 200 + 60 * number),
+                "max_tokens": 32,
+                "return_draft_counts": True,
+                **fields,
+            }
             for number, fields in enumerate(ASKED.values())
         ]
 
@@ -63,7 +69,17 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
     drafted, accepted = answers(directory / "drafted", 3)
     assert none == 0
     assert accepted > 100
+    assert {counts(answer) for answer in without.values()} == {(0, 0)}
+    # A node goes on for a moment after a stop string, which only the gateway knows.
+    told = sum(counts(answer)[0] for answer in drafted.values())
+    assert told <= accepted <= told + 32
     return without, drafted
+
+
+def counts(answer: dict[str, Any]) -> tuple[int, int]:
+    """Takes the drafts that were right and wrong out of an answer's usage."""
+    details = answer["usage"].pop("completion_tokens_details")
+    return details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
 
 
 @pytest.mark.parametrize("name", ASKED)

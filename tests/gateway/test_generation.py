@@ -36,6 +36,20 @@ def test_a_later_try_has_an_id_of_its_own_and_the_tokens_so_far() -> None:
     assert one.placed() == GENERATE.model_copy(update=own)
 
 
+def test_drafts_of_all_tries_count() -> None:
+    one = generation()
+    outcome = one.request.outcome
+    one.placed()
+    for drafts in ((3, 1), (6, 2)):
+        outcome.note_drafts(drafts)
+    take(one, 5)
+    one.failed(NODES[0], NodeFailed("died", died=True))
+    one.placed()
+    assert outcome.drafts == (6, 2)
+    outcome.note_drafts((3, 3))
+    assert outcome.drafts == (9, 5)
+
+
 def test_phases_follow_each_other() -> None:
     one = generation()
     seen = [one.phase]
