@@ -136,7 +136,11 @@ class DecodeNode:
         metrics.kv_tokens_outstanding.set(self._scheduler.outstanding_tokens)
         metrics.device_slots.labels("free").set(device.free_slots)
         metrics.device_slots.labels("used").set(device.used_slots)
-        rows, resident, filling = device.used_rows, device.resident_rows, self._coordinator.filler.row is not None
+        rows, resident, filling = (
+            device.used_rows,
+            device.resident_rows,
+            self._coordinator.residents.filler.row is not None,
+        )
         metrics.rows.labels("resident").set(resident)
         metrics.rows.labels("filling").set(filling)
         metrics.rows.labels("buffered").set(max(0, rows - resident - filling))
@@ -150,7 +154,7 @@ class DecodeNode:
         metrics.swap_in_bytes.inc(now.bytes - before.bytes)
         metrics.swap_in_violations.inc(now.violations - before.violations)
         self._exported = now
-        filled = self._coordinator.filler.copied_bytes
+        filled = self._coordinator.residents.filler.copied_bytes
         metrics.filled_bytes.inc(filled - self._filled)
         self._filled = filled
 

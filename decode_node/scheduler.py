@@ -359,7 +359,7 @@ class Scheduler:
     @property
     def holds_something(self) -> bool:
         """Whether there are requests, or slots that something may still write to."""
-        copies = len(self._coordinator.staging) or not self._coordinator.filler.is_idle
+        copies = len(self._coordinator.staging) or not self._coordinator.residents.filler.is_idle
         idle = self._steps.is_idle and self._remote.is_idle and not copies
         return bool(self.requests) or not idle
 

@@ -10,7 +10,8 @@ import numpy.typing as npt
 import structlog
 import torch
 
-from hisparse.filling import RowFiller
+from hisparse.resident_rows import ResidentRows
+from hisparse.running import RunningRequest
 from hisparse.staging import CopyStream, StagingArea
 from hisparse.step import DecodeStep, StepError
 from hisparse.swap_in import Span, StagedKV, SwapInBackend, SwapInCounters
@@ -20,8 +21,6 @@ log = structlog.get_logger(__name__)
 
 HOST_GRANULE = 64
 """Host slots are taken this many at a time as a request grows, so that its slots stay contiguous."""
-_CALM_STEPS = 256
-"""After a row had to give slots back, no row is made resident for that many steps."""
 
 
 class LifecycleError(RuntimeError):
@@ -52,39 +51,14 @@ class StepPlaces:
     most: npt.NDArray[np.int64]
 
 
-@dataclass(eq=False)
-class _RunningRequest:
-    """num_tokens: tokens whose KV is on the host, by the steps that were read. unread: tokens that other steps, which
-    were begun, give it at most. room: for how many tokens it has host slots, index pages and hot slots. limit: tokens
-    that it may ever have there."""
-
-    row: int
-    host_slots: HostSlots
-    num_tokens: int
-    limit: int
-    room: int
-    unread: int = 0
-
-    @property
-    def reached(self) -> int:
-        """How many tokens it has at most when the steps that were begun are over."""
-        return self.num_tokens + self.unread
-
-    @property
-    def end(self) -> int:
-        """The position before which its next step may compute tokens."""
-        return min(self.room, self.limit)
-
-
 class HiSparseCoordinator:
     """Decides, alone, which positions of which request are in the hot buffer.
 
     The host tier holds every token of every request. The hot buffer is a cache of it, per request and index layer. It
     is never written back, because each new token is copied to the host in the step that computes it.
 
-    While hot slots are free, rows are *resident*: all of their positions have one. Rows that are not become so by
-    copies in parallel to the steps (`fill_rows`). When slots are short, the longest resident rows give theirs back but
-    for a hot buffer: those are the fewest, and none waits for the device. docs/residency.md has states and events.
+    While hot slots are free, rows are *resident*: all of their positions have one (`residents`). docs/residency.md has
+    states and events.
 
     The caller owns a request's host slots until it admits the request, directly (it runs) or into staging (its prompt
     is copied to the host first), and after `staging.poll` or `retract_request` has handed them back. In between the
@@ -117,11 +91,8 @@ class HiSparseCoordinator:
         self._verify = verify
         self._copy_stream = copy_stream
         self.staging = StagingArea(backend, copy_stream)
-        self.filler = RowFiller(backend, copy_stream)
-        self.makes_resident = resident_rows
-        self._calm_until = 0
-        """The step from which on rows are made resident again."""
-        self._running: dict[str, _RunningRequest] = {}
+        self._running: dict[str, RunningRequest] = {}
+        self.residents = ResidentRows(backend, copy_stream, self._running.values(), resident_rows)
         self._begun = 0
         self._over = 0
         """Numbers of the last step that was begun, and of the last that is over."""
@@ -142,7 +113,7 @@ class HiSparseCoordinator:
         """
         self._check_admission(request_id, host_slots, num_tokens)
         row = self.device.allocate_row(num_tokens)
-        while row is None and self.device.has_row(num_tokens) and self._reclaim():
+        while row is None and self.device.has_row(num_tokens) and self.residents.reclaim(self._begun):
             row = self.device.allocate_row(num_tokens)
         if row is None:
             return False
@@ -151,12 +122,12 @@ class HiSparseCoordinator:
         if num_tokens <= self.device.device_buffer_size + 1 - self._window:
             self._backend.preload(row, num_tokens)
             self._residency.reset_short(row)
-            if self.makes_resident:
+            if self.residents.enabled:
                 self.device.make_resident(row)
         else:
             self._residency.reset_empty(row)
         limit = self.device.max_context if limit is None else limit
-        self._running[request_id] = _RunningRequest(row, host_slots, num_tokens, limit, room=num_tokens)
+        self._running[request_id] = RunningRequest(row, host_slots, num_tokens, limit, room=num_tokens)
         return True
 
     def admit_request_into_staging(
@@ -249,20 +220,7 @@ class HiSparseCoordinator:
     def fill_rows(self) -> None:
         """Go on making rows resident while hot slots are free. Call it once in every turn of the loop, after the step
         was queued."""
-        self.filler.poll()
-        if self.filler.is_idle:
-            self._start_fill()
-        request = next((request for request in self._running.values() if request.row == self.filler.row), None)
-        if request is None:
-            return
-        try:
-            filled = self.filler.advance(request.host_slots, request.num_tokens, request.reached)
-        except Exception as error:
-            log.error("a row cannot be made resident", row=request.row, error=str(error))
-            self._calm_until = self._begun + _CALM_STEPS
-            return
-        if filled:
-            request.room = min(len(request.host_slots), self.device.room(request.row))
+        self.residents.fill(self._begun)
 
     # Leaving
 
@@ -316,8 +274,8 @@ class HiSparseCoordinator:
 
         False while the caller holds host slots. Raises SlotAccountingError if something leaked on the device.
         """
-        self.filler.poll()
-        if self._running or len(self.staging) or self._releasing or not self.filler.is_idle:
+        self.residents.filler.poll()
+        if self._running or len(self.staging) or self._releasing or not self.residents.filler.is_idle:
             return False
         self.check_integrity()
         return self.host.used == 0
@@ -345,7 +303,7 @@ class HiSparseCoordinator:
 
     # Inside
 
-    def _request(self, request_id: str) -> _RunningRequest:
+    def _request(self, request_id: str) -> RunningRequest:
         request = self._running.get(request_id)
         if request is None:
             where = "in staging" if request_id in self.staging else "unknown"
@@ -361,7 +319,7 @@ class HiSparseCoordinator:
                 f"and a context of {self.device.max_context}"
             )
 
-    def _grow(self, request: _RunningRequest) -> Tier | None:
+    def _grow(self, request: RunningRequest) -> Tier | None:
         """Make room for its next step. Returns the tier that is short (nothing taken), None if there is room."""
         if request.num_tokens >= request.limit:
             raise ValueError(f"the request in row {request.row} has all of the {request.limit} tokens that it may have")
@@ -374,7 +332,7 @@ class HiSparseCoordinator:
             tier = self._give_room(request, least)
         return None if request.room >= least else tier
 
-    def _give_room(self, request: _RunningRequest, num_tokens: int) -> Tier | None:
+    def _give_room(self, request: RunningRequest, num_tokens: int) -> Tier | None:
         """Make room for that many tokens in all, or return the tier that is short (nothing taken)."""
         held = len(request.host_slots)
         if num_tokens - held > self.host.free:
@@ -390,7 +348,7 @@ class HiSparseCoordinator:
         request.room = min(len(request.host_slots), self.device.room(request.row))
         return None
 
-    def _grow_row(self, request: _RunningRequest, num_tokens: int) -> bool:
+    def _grow_row(self, request: RunningRequest, num_tokens: int) -> bool:
         """Give a row index pages and hot slots for that many tokens. False if either is short.
 
         A resident row that finds no slots becomes a long one if it has as many tokens as that.
@@ -399,51 +357,19 @@ class HiSparseCoordinator:
         if not device.has_pages(row, num_tokens):
             return False
         while not device.grow(row, num_tokens):
-            if not self._reclaim():
+            if not self.residents.reclaim(self._begun):
                 break
         else:
             return True
         is_long = num_tokens - 1 + self._window > device.device_buffer_size
         if device.is_resident(row) and is_long and device.can_make_long(row):
-            self._make_long(request)
+            self.residents.make_long(request)
         return device.grow(row, num_tokens)
 
-    def _reclaim(self) -> bool:
-        """Have the row that gives back most slots become a long one. False if none gives any.
-
-        A long row costs misses however long it is. Slots of a row that is being filled come back later.
-        """
-        self._calm_until = self._begun + _CALM_STEPS
-        largest = max(self._running.values(), key=lambda request: self.device.spare(request.row), default=None)
-        if largest is None or not self.device.spare(largest.row):
-            self.filler.abandon()
-            return False
-        self._make_long(largest)
-        return True
-
-    def _make_long(self, request: _RunningRequest) -> None:
-        first = self.device.make_long(request.row, request.num_tokens)
-        # What lies beyond is being computed, or was drafted.
-        self._residency.reset_range(request.row, first, request.num_tokens)
-
-    def _start_fill(self) -> None:
-        """Begin to fill the shortest row that is not resident, if enough slots stay free for those that grow and for
-        the next request."""
-        if not self.makes_resident or self._begun < self._calm_until:
-            return
-        rows = [request for request in self._running.values() if not self.device.is_resident(request.row)]
-        if not rows:
-            return
-        shortest = min(rows, key=lambda request: request.num_tokens)
-        reserve = self.device.growth_reserve() // self.device.hot_granule + self.device.buffer_granules
-        if self.filler.granules_for(shortest.num_tokens) + reserve <= self.device.free_granules:
-            self.filler.start(shortest.row, shortest.num_tokens)
-
-    def _leave(self, request_id: str) -> _RunningRequest:
+    def _leave(self, request_id: str) -> RunningRequest:
         """The one release path of a row."""
         request = self._request(request_id)
-        if self.filler.row == request.row:
-            self.filler.abandon()
+        self.residents.leave(request.row)
         del self._running[request_id]
         self.device.free_row(request.row)
         return request

@@ -231,7 +231,7 @@ class Requests:
     def are_filled(self) -> bool:
         """Whether no row is to be made resident any more."""
         coordinator = self.coordinator
-        return not coordinator.makes_resident or coordinator.device.resident_rows == len(self.ids)
+        return not coordinator.residents.enabled or coordinator.device.resident_rows == len(self.ids)
 
     def to_slots(self, selected: torch.Tensor) -> None:
         """Replace positions by device slots: int64 [index_layers, batch, queries, k], where all KV is in HBM."""

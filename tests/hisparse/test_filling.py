@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hisparse import coordinator, device_pool, filling
+from hisparse import device_pool, filling, resident_rows
 from hisparse.device_pool import DeviceKVPool
 from hisparse.filling import RowFiller
 from tests.hisparse.test_coordinator import Walk
@@ -25,7 +25,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filling, "_CATCH_UP", 2)
     monkeypatch.setattr(filling, "_LEAST_SLACK", 12)
     monkeypatch.setattr(device_pool, "_GROWTH", 2)
-    monkeypatch.setattr(coordinator, "_CALM_STEPS", CALM)
+    monkeypatch.setattr(resident_rows, "_CALM_STEPS", CALM)
 
 
 class Held:
@@ -68,7 +68,7 @@ class HeldCopies:
 def held_tiers(**sizes: Any) -> Iterator[tuple[Tiers, HeldCopies]]:
     with tiers(resident_rows=True, **sizes) as t:
         stream = HeldCopies()
-        t.coordinator.filler = RowFiller(t.coordinator._backend, stream)
+        t.coordinator.residents.filler = RowFiller(t.coordinator._backend, stream)
         yield t, stream
         stream.run()
 
@@ -76,7 +76,7 @@ def held_tiers(**sizes: Any) -> Iterator[tuple[Tiers, HeldCopies]]:
 def fill(t: Tiers, stream: HeldCopies) -> None:
     """Turns without steps, until no row is being filled."""
     t.coordinator.fill_rows()
-    while not t.coordinator.filler.is_idle:
+    while not t.coordinator.residents.filler.is_idle:
         stream.run()
         t.coordinator.fill_rows()
 
@@ -134,7 +134,7 @@ def test_a_row_that_gave_slots_back_keeps_its_newest_items() -> None:
     with held_tiers() as (t, stream):
         assert t.admit("r", seed=1, num_tokens=30)
         fill(t, stream)
-        assert t.coordinator._reclaim()
+        assert t.reclaim()
         t.step(["r"], random.Random(0), selected=[30, 29, 28, 27])
         assert misses(t) == 0
         t.step(["r"], random.Random(0), selected=[31, 2, 30, -1])
@@ -155,12 +155,39 @@ def test_after_a_row_gave_slots_back_none_is_filled_for_a_while() -> None:
     with held_tiers() as (t, stream):
         assert t.admit("r", seed=1, num_tokens=20)
         fill(t, stream)
-        assert t.coordinator._reclaim()
+        assert t.reclaim()
         rng = random.Random(0)
         for _ in range(CALM):
-            assert t.coordinator.filler.is_idle
+            assert t.coordinator.residents.filler.is_idle
             t.step(["r"], rng)
-        assert t.coordinator.filler.row == t.coordinator.row("r")
+        assert t.coordinator.residents.filler.row == t.coordinator.row("r")
+
+
+def test_after_a_row_outgrew_its_fill_none_begins_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filling, "_LEAST_SLACK", 0)
+    with held_tiers() as (t, stream):
+        assert t.admit("r", seed=1, num_tokens=14)
+        rng = random.Random(0)
+        t.coordinator.fill_rows()
+        for _ in range(t.device.hot_granule + 1):
+            t.step(["r"], rng)
+        assert t.coordinator.residents.filler.row == t.coordinator.row("r"), "its first part is being copied"
+        stream.run()
+        t.coordinator.fill_rows()
+        for _ in range(CALM):
+            assert t.coordinator.residents.filler.is_idle
+            t.step(["r"], rng)
+        assert t.coordinator.residents.filler.row == t.coordinator.row("r")
+        assert not t.device.is_resident(t.coordinator.row("r"))
+
+
+@pytest.mark.parametrize("more", [9, 10])
+def test_a_row_that_is_about_to_end_is_not_filled(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resident_rows, "_FETCHED", 2)
+    with held_tiers() as (t, _):
+        assert t.admit("r", seed=1, num_tokens=20, limit=20 + more)
+        t.coordinator.fill_rows()
+        assert t.coordinator.residents.filler.is_idle == (2 * more < 20)
 
 
 @pytest.mark.parametrize("why", ["finished", "retracted", "short of slots"])
@@ -176,15 +203,15 @@ def test_slots_of_a_fill_are_free_only_after_its_copy(why: str) -> None:
         elif why == "retracted":
             t.host.release(t.coordinator.retract_request("r"))
         else:
-            assert not t.coordinator._reclaim()
+            assert not t.reclaim()
         t.coordinator.check_integrity()
-        assert t.coordinator.filler.row is None
+        assert t.coordinator.residents.filler.row is None
         of_row = HOT + 1 if why == "short of slots" else 0
         assert t.device.used_slots == of_row + taken
         stream.run()
-        t.coordinator.filler.poll()
+        t.coordinator.residents.filler.poll()
         assert t.device.used_slots == of_row
-        assert t.coordinator.filler.is_idle
+        assert t.coordinator.residents.filler.is_idle
 
 
 def test_a_copy_that_fails_costs_the_row_nothing() -> None:
@@ -199,7 +226,7 @@ def test_a_copy_that_fails_costs_the_row_nothing() -> None:
         copy.run()
         copy.result = fail  # type: ignore[method-assign]
         t.coordinator.fill_rows()
-        assert t.coordinator.filler.is_idle
+        assert t.coordinator.residents.filler.is_idle
         t.step(["r"], random.Random(0))
         t.coordinator.request_finished("r")
         assert t.coordinator.is_idle()

@@ -65,17 +65,21 @@ class Tiers:
                 self.host.index_keys[layer][at] = keys([index_key(seed, layer, p) for p in range(num_tokens)])
         return slots
 
-    def admit(self, request_id: str, seed: int, num_tokens: int) -> bool:
+    def admit(self, request_id: str, seed: int, num_tokens: int, limit: int | None = None) -> bool:
         """Direct admission of a new prompt; gives the host slots back if it is refused."""
         slots = self.host_prompt(seed, num_tokens)
         if slots is None:
             return False
-        if not self.coordinator.admit_request_direct(request_id, slots, num_tokens):
+        if not self.coordinator.admit_request_direct(request_id, slots, num_tokens, limit):
             self.host.release(slots)
             return False
         self.seeds[request_id] = seed
         self.tokens[request_id] = num_tokens
         return True
+
+    def reclaim(self) -> bool:
+        """Slots are short: have a resident row give some back."""
+        return self.coordinator.residents.reclaim(self.coordinator._begun)
 
     def step(
         self,
