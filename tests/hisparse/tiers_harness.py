@@ -201,6 +201,7 @@ def tiers(
     swap_in_block_size: int | None = None,
     verify: bool = True,
     resident_rows: bool = False,
+    window: int = 1,
 ) -> Iterator[Tiers]:
     sizes = Sizes(
         config=HiSparseConfig(
@@ -218,6 +219,7 @@ def tiers(
         asked_device_slots=num_device_slots,
         num_index_pages=num_index_pages,
         table_bytes=0,
+        window=window,
     )
     coordinator = build_tiers(sizes, torch.device(on), verify)
     yield Tiers(coordinator, coordinator.host, coordinator.device, coordinator._copy_stream)
