@@ -18,18 +18,12 @@ from transfer.checksum import digest, sampled
 from transfer.memory import Checksum
 from transfer.planner import Descriptors
 from transfer.transports import packing_of
-from transfer.writer import Channel, Outcome, Pipeline, TransferError, Write
+from transfer.writer import Channel, Outcome, Pipeline, Write
 
 log = structlog.get_logger(__name__)
 
 _IN_PLACE_BYTES = 32 << 20
 """Of one batch at most: aborts take effect between batches."""
-_WHAT_FAILED = {
-    Outcome.FAILED: "the decode node's transport cannot be reached or refuses a write",
-    Outcome.CUT: "the connection was lost",
-    Outcome.GIVEN_UP: "the transport gave a write up",
-    Outcome.UNKNOWN: "nobody knows whether a write has ended",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,13 +63,10 @@ class OutgoingChunk:
         write = Write(on_end=lambda: self._end(write), go_on=lambda: self._go_on(may_post))
         try:
             for batch, buffer in self._batches():
-                self._result.num_bytes += int(batch.lengths.sum())
-                self._result.num_descriptors += len(batch.lengths)
                 if not self._pipeline.post(write, batch, buffer):
-                    self._result.error = "aborted"
                     break
         except NotComputed:
-            self._result.error = "aborted"
+            write.is_aborted = True
         except Exception as error:
             # A bug costs the request, not the lane: the node waits for a report of every chunk.
             log.exception("sending failed", **self._chunk.block.attempt.log_fields)
@@ -101,18 +92,14 @@ class OutgoingChunk:
         """All writes have ended, as far as will ever be known."""
         result = self._result
         result.ended_at = time.monotonic()
+        result.num_bytes, result.num_descriptors = write.num_bytes, write.num_descriptors
         result.lingering = write.lingers
         result.in_flight = write.outcome is Outcome.UNKNOWN
-        if write.outcome is not Outcome.LANDED:
-            result.error = _WHAT_FAILED[write.outcome]
-        elif result.error is None:
-            try:
-                self._pipeline.channel.check()
-            except TransferError as error:
-                result.error = str(error)
-            except Exception as error:
-                log.exception("nobody knows whether the decode node lives", **self._chunk.block.attempt.log_fields)
-                result.error = f"sending failed: {error}"
+        try:
+            result.error = self._pipeline.failure_reason(write) or result.error
+        except Exception as error:
+            log.exception("nobody knows whether the decode node lives", **self._chunk.block.attempt.log_fields)
+            result.error = f"sending failed: {error}"
         if result.error is not None and result.error != "aborted":
             decode, fields = self._chunk.block.decode.address, self._chunk.block.attempt.log_fields
             log.warning("transfer failed", decode=decode, error=result.error, **fields)
