@@ -43,8 +43,8 @@ class Dispatch:
         self._numbers = count(1)
         self._transfers: dict[int, Transfer] = {}
 
-    def start_step(self, step: PrefillStep[HeldAttempt]) -> int:
-        """Have all ranks compute a step, and each send its blocks of it as layers are done. Returns its number."""
+    def start_step(self, step: PrefillStep[HeldAttempt]) -> None:
+        """Have all ranks compute a step, and each send its blocks of it as layers are done."""
         number = next(self._numbers)
         transfers: dict[int, Transfer] = {}
         """By number of the chunk: those that are sent."""
@@ -60,13 +60,10 @@ class Dispatch:
         blocks = [self._blocks(rank, step, transfers) for rank in range(self.world_size)]
         for rank in reversed(range(self.world_size)):
             self._executor.order(rank, Step(number, chunks, blocks[rank], patience))
-        return number
 
-    def start_gather(self, prefixes: Sequence[orders.DividedPrefix]) -> int:
-        """Have all ranks exchange what they have read of prefixes, in a step of its own. Returns its number."""
-        number = next(self._numbers)
-        self._executor.order_all(orders.Gather(number, tuple(prefixes)))
-        return number
+    def start_gather(self, prefixes: Sequence[orders.DividedPrefix]) -> None:
+        """Have all ranks exchange what they have read of prefixes, in a step of its own."""
+        self._executor.order_all(orders.Gather(next(self._numbers), tuple(prefixes)))
 
     def send(self, attempt: HeldAttempt, start: int, stop: int, step: int | None = None) -> None:
         """Have rank 0 send positions [start, stop), but for those that the decode node has. step: see Send."""
