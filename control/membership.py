@@ -223,11 +223,11 @@ class CacheReports:
         while self._sent and self._sent[0][0] <= now - _ACKNOWLEDGED_WITHIN_S:
             self._due = self._sent.popleft()[1]
         self._whole_at = {address: at for address, at in self._whole_at.items() if at > now - _ACKNOWLEDGED_WITHIN_S}
-        behind = [name for name, serial in serials.items() if serial < self._due and name not in self._whole_at]
-        if behind:
+        outdated = [name for name, serial in serials.items() if serial < self._due and name not in self._whole_at]
+        if outdated:
             newest = self._newest(MAX_CACHE_BLOCKS)
-            self._gateways.tell(behind, CacheUpdate.of(self._serial, newest, newest[:0], whole=True))
-            self._whole_at |= dict.fromkeys(behind, now)
+            self._gateways.tell(outdated, CacheUpdate.of(self._serial, newest, newest[:0], whole=True))
+            self._whole_at |= dict.fromkeys(outdated, now)
 
     def _note(self, hashes: BlockHashes, present: bool) -> None:
         for name in hashes[::-1].tolist():

@@ -1,13 +1,12 @@
 """What computing and fetching take, learned from what they took."""
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from base.tombstones import remember
+from base.tombstones import LatestDict
 from transfer.choices import Transport
 from transfer.transports import TRANSPORTS
 
@@ -108,8 +107,7 @@ class FetchCosts:
 
     def __init__(self, limit: int = 256) -> None:
         """limit: decode nodes that are remembered, the last ones."""
-        self._limit = limit
-        self._models: OrderedDict[str, LinearCost] = OrderedDict()
+        self._models: LatestDict[str, LinearCost] = LatestDict(limit)
 
     def observe(self, boot_id: str, transport: Transport, num_bytes: int, seconds: float) -> None:
         """transport: how that decode node is reached, as far as is known."""
@@ -126,7 +124,7 @@ class FetchCosts:
             a_gigabyte = 1e9 / TRANSPORTS[transport].bytes_per_second
             prior = (((1.0, 0.0), _FIRST_LATENCY_S), ((1.0, 1e9), a_gigabyte))
             model = LinearCost(sizes=(1e5, 1.0), ridge=(1e-6, 1e-6), prior=prior)
-        remember(self._models, boot_id, model, self._limit)
+        self._models[boot_id] = model
         return model
 
 
