@@ -115,7 +115,7 @@ class _Bench:
         transports.register(self._here)
         self._expected = torch.empty_like(self._kv)
         fill(self._expected, seed=1)
-        self._reading = transports.connect_to_read(destination)
+        self._reading = transports.connect(destination, reading=True)
         self._writing = transports.connect(destination)
 
     def rates(self, run: int, rounds: int) -> Rates:

@@ -19,7 +19,7 @@ class PrefixArrival:
     The reading thread sets each layer ready once its bytes are in the pool and match their digests, but for the last
     layer: that one is ready at the `end`, when nothing lands any more and that was reported. So a pass that has waited
     for all layers had nothing but verified bytes, and the planner hears of that before it hears of the end of the pass.
-    Whoever finds first that the prefix takes too long, or has failed, gives up; from then on no layer counts.
+    The reading thread gives up if the read fails, and a pass if it takes too long. From then on no layer counts.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class PrefixArrival:
             self._changed.notify_all()
 
     def wait(self, layer: int, patience: float) -> bool:
-        """Whether a layer is here; waits for so many seconds, and gives up then."""
+        """Whether a layer is here. Waits `patience` seconds for it, then gives up."""
         with self._changed:
             self._changed.wait_for(lambda: self._given_up or layer < self._layers, patience)
             if layer >= self._layers:

@@ -202,11 +202,11 @@ class HeldAttempt(PrefillJob):
             self.computed = self.handed = self.fetch.start
             self.fetch.withheld.clear()
 
-    def write(self, work: int, start: int, stop: int) -> BlockToSend:
-        """Positions [start, stop), to be sent. The decode node does not have them."""
+    def write(self, work: int, start: int, stop: int, step: int | None) -> BlockToSend:
+        """Positions [start, stop), to be sent. The decode node does not have them. step: that computes them, if any."""
         assert self.pages is not None
         slots = self.slots[start - self.start : stop - self.start]
-        return BlockToSend(work, self.id, self.decode, self.destination, start, stop, self.pages, slots)
+        return BlockToSend(work, self.id, self.decode, self.destination, start, stop, self.pages, slots, step)
 
     def landed(self, stop: int, report: TransferReport) -> ChunkDone | None:
         """Count a chunk up to `stop` that has landed. Returns what the decode node needs of it, unless `done` does."""

@@ -57,7 +57,7 @@ class Dispatch:
                 transfers[at] = self._new_transfer(attempt, chunk.stop)
         chunks = tuple(_step_chunk(attempt, chunk) for attempt, chunk in step.chunks)
         patience = max((attempt.fetch.patience for attempt, _ in step.chunks if attempt.fetch is not None), default=0.0)
-        blocks = [self._blocks(rank, step, transfers) for rank in range(self.world_size)]
+        blocks = [self._blocks(rank, number, step, transfers) for rank in range(self.world_size)]
         for rank in reversed(range(self.world_size)):
             self._executor.order(rank, Step(number, chunks, blocks[rank], patience))
 
@@ -66,11 +66,11 @@ class Dispatch:
         self._executor.order_all(orders.Gather(next(self._numbers), tuple(prefixes)))
 
     def send(self, attempt: HeldAttempt, start: int, stop: int, step: int | None = None) -> None:
-        """Have rank 0 send positions [start, stop), but for those that the decode node has. step: see Send."""
+        """Have rank 0 send positions [start, stop), but for those that the decode node has. step: see BlockToSend."""
         if stop > attempt.start:
             transfer = self._new_transfer(attempt, stop)
             transfer.missing.add(0)
-            self._executor.order(0, orders.Send(attempt.write(transfer.work, max(start, attempt.start), stop), step))
+            self._executor.order(0, attempt.write(transfer.work, max(start, attempt.start), stop, step))
 
     def read(self, attempt: HeldAttempt, grant: FetchGrant, steps_ended: int) -> tuple[int, tuple[int, ...]]:
         """Have ranks read what the decode node lends, each a block. Returns its number, and bounds as `DividedPrefix`.
@@ -138,7 +138,7 @@ class Dispatch:
         return transfer
 
     def _blocks(
-        self, rank: int, step: PrefillStep[HeldAttempt], transfers: Mapping[int, Transfer]
+        self, rank: int, number: int, step: PrefillStep[HeldAttempt], transfers: Mapping[int, Transfer]
     ) -> tuple[orders.BlockToSend, ...]:
         """What a rank sends of a step."""
         blocks = []
@@ -148,7 +148,7 @@ class Dispatch:
             start, stop = max(chunk.start + tokens.start, attempt.start), chunk.start + tokens.stop
             if at in transfers and start < stop:
                 transfers[at].missing.add(rank)
-                blocks.append(attempt.write(transfers[at].work, start, stop))
+                blocks.append(attempt.write(transfers[at].work, start, stop, number))
         return tuple(blocks)
 
 

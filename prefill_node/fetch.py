@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 import structlog
 
+from base.metrics import FetchFailure
 from control.messages import Destination, Peer
 from prefill_node.arrival import PrefixArrival
 from prefill_node.lanes import Lane, Lanes, LaneWork
-from prefill_node.orders import BlockToRead, FetchFailure, TransferReport
+from prefill_node.orders import BlockToRead, TransferReport
 from prefill_node.pool_io import KVSink, StagedRead
 from transfer.checksum import digest
 from transfer.memory import Checksum, Checksums
@@ -29,12 +30,16 @@ from transfer.writer import Channel, Outcome, Pipeline, Write
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Fetch(LaneWork):
     """A block of a prefix that is read. arrival: hears which layers are here, but not of the end."""
 
     block: BlockToRead
     arrival: PrefixArrival
+
+    def cancel(self) -> None:
+        super().cancel()
+        self.arrival.give_up()
 
 
 class WrongGrant(Exception):
@@ -60,7 +65,7 @@ class FetchPiece:
 def pieces(
     checksums: Checksums, start: int, stop: int, item_lengths: tuple[int, ...], most: int, order: Sequence[int]
 ) -> Iterator[FetchPiece]:
-    """Buffer after buffer, in this order, what is read together: groups that have a digest, at most so many bytes.
+    """What is read together, buffer after buffer in `order`: groups that have a digest, at most `most` bytes.
 
     Raises WrongGrant if the groups do not tile [start, stop) of each buffer, or one of them is larger than that.
     """

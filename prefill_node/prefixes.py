@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 import structlog
 import torch
 
-from base.metrics import Metrics
+from base.metrics import FetchFailure, Metrics
 from control.messages import AttemptId, FetchDone, FetchGrant, FetchRefused, FetchRequest
 from engine.chunked import ChunkedPrefill
 from prefill_node.arrival import arrives_in_time, pass_patience
 from prefill_node.attempt import HeldAttempt, HeldState, PrefixFetch
 from prefill_node.config import FetchPolicy
 from prefill_node.costs import ComputeCost, FetchCosts
-from prefill_node.orders import DividedPrefix, FetchFailure, TransferReport
+from prefill_node.orders import DividedPrefix, TransferReport
 from transfer.choices import Transport
 
 log = structlog.get_logger(__name__)

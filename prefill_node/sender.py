@@ -26,7 +26,7 @@ _IN_PLACE_BYTES = 32 << 20
 """Of one batch at most: aborts take effect between batches."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Chunk(LaneWork):
     """A block of a chunk that is sent. progress: of the forward pass that computes it."""
 
@@ -173,7 +173,7 @@ class OutgoingChunk:
         # The wait may be long. Meanwhile earlier writes, also those of other chunks, must be reported when they end.
         self._pipeline.drain()
         with self._waiting():
-            self._chunk.progress.wait(self._reading.layer_of_buffer[buffer], lambda: not self._chunk.is_wanted())
+            self._chunk.progress.wait(self._reading.layer_of_buffer[buffer], lambda: self._chunk.is_cancelled)
 
     def _sampled(self, buffer: int, part: ChunkPart) -> tuple[int, int] | None:
         return sampled(self._reading.checksums, part.start, part.stop, buffer)

@@ -1,4 +1,4 @@
-"""Batches in flight over any transport, and their end. Reads go the same way (`Transports.connect_to_read`).
+"""Batches in flight over any transport, and their end. Reads go the same way.
 
 Fencing rests on this rule: a write has ended when its transport has nothing of it in flight. Its `Outcome` says whether
 the network may still hold some.

@@ -194,12 +194,12 @@ class Links:
     def _read(self, tokens: int, rate: float, pages: Int64s, arrival: PrefixArrival, patience: float) -> bool:
         """Ask and read. Whether all of it came in time."""
         pool = self._node.pool
-        pipeline = Pipeline(throttled(self._transports.connect_to_read(self._destination), rate))
+        pipeline = Pipeline(throttled(self._transports.connect(self._destination, reading=True), rate))
         started = time.perf_counter()
         slots, checksums = self._lender.lend(tokens)
         attempt = AttemptId("lender", "r", 1)
         read = BlockToRead(1, attempt, _DECODE, self._destination, 0, tokens, pages, slots, checksums, 0, False)
-        fetch = Fetch(read, lambda: True, lambda report: None, arrival)
+        fetch = Fetch(read, lambda report: None, arrival)
         running = RunningFetch(fetch, pipeline, HostSink([*pool.kv, *pool.index_keys]), PAGE_SIZE)
         report = running.run(may_post=lambda: time.perf_counter() - started < patience)
         seconds = time.perf_counter() - started

@@ -158,7 +158,7 @@ class Ours:
             pages=request.pages,
             slots=request.slots[start:stop],
         )
-        return Chunk(block, lambda: True, lambda report: None, self._computed)
+        return Chunk(block, lambda report: None, self._computed)
 
 
 class _Timed:

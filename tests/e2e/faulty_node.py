@@ -221,17 +221,14 @@ def journal_path(directory: str | Path) -> Path:
 
 
 def _make_transfers_faulty(faults: Faults) -> None:
-    connect, connect_to_read = Transports.connect, Transports.connect_to_read
+    connect = Transports.connect
     rng = random.Random(f"{faults.seed} {faults.name} writes")
 
-    def faulty_connect(transports: Transports, destination: Destination) -> Channel:
-        return FaultyChannel(connect(transports, destination), destination, faults, rng)
+    def faulty_connect(transports: Transports, destination: Destination, reading: bool = False) -> Channel:
+        faulty = FaultyReads if reading else FaultyChannel
+        return faulty(connect(transports, destination, reading), destination, faults, rng)
 
-    def faulty_connect_to_read(transports: Transports, destination: Destination) -> Channel:
-        return FaultyReads(connect_to_read(transports, destination), destination, faults, rng)
-
-    Transports.connect = faulty_connect  # type: ignore[method-assign]
-    Transports.connect_to_read = faulty_connect_to_read  # type: ignore[method-assign]
+    Transports.connect = faulty_connect  # type: ignore[method-assign,assignment]
 
 
 def main(words: list[str]) -> None:

@@ -34,7 +34,7 @@ def fetch_of(
     found = Checksums.of(list(digests(buffers, slots, start)))
     destination = Destination(identity=IDENTITY, buffers=buffers, sessions=TCP)
     block = BlockToRead(1, attempt, ME, destination, start, start + len(slots), pages, slots, found, 0, False)
-    return Fetch(block, lambda: True, lambda report: None, arrival)
+    return Fetch(block, lambda report: None, arrival)
 
 
 class Fetching:

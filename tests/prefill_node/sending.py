@@ -139,7 +139,6 @@ class Sending:
         pages: str = "scattered",
         slots: str = "contiguous",
         progress: ForwardProgress | None = None,
-        cancelled: Callable[[], bool] = lambda: False,
     ) -> Chunk:
         rng = np.random.default_rng(1)
         pages_of = rng.permutation(NUM_PAGES) if pages == "scattered" else np.arange(NUM_PAGES)
@@ -147,7 +146,7 @@ class Sending:
         decode, work = Peer(role="decode", address=f"{boot}:1", boot_id=boot), next(self._numbers)
         attempt, to = AttemptId(boot, "r", 1), self.destination()
         write = BlockToSend(work, attempt, decode, to, start, stop, pages_of, slots_of[start:stop])
-        return Chunk(write, lambda: not cancelled(), self.reports.put, progress or done())
+        return Chunk(write, self.reports.put, progress or done())
 
     def submit(self, chunk: Chunk) -> None:
         self.sender.submit(chunk)

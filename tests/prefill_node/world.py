@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from base.metrics import Metrics
+from base.metrics import FetchFailure, Metrics
 from control.messages import (
     AttemptId,
     ChunkDone,
@@ -42,12 +42,10 @@ from prefill_node.orders import (
     BlockToRead,
     BlockToSend,
     CancelTransfers,
-    FetchFailure,
     Gather,
     LayersRead,
     Order,
     Report,
-    Send,
     Step,
     StepChunk,
     StepEnded,
@@ -224,8 +222,8 @@ class HeldWorker:
             case Gather():
                 assert self.step is None, "one step at a time"
                 self.step = order
-            case Send(write=write):
-                self.writes.append(write)
+            case BlockToSend():
+                self.writes.append(order)
             case BlockToRead():
                 self.reads.append(order)
             case CancelTransfers(works=works):
@@ -445,7 +443,8 @@ class LiveRank:
 
     def start(self, report: Callable[[Report], None]) -> PrefillWorker:
         transports = SimpleNamespace(
-            register=lambda _: None, connect=lambda _: self.channel, connect_to_read=lambda _: self.connect_reads()
+            register=lambda _: None,
+            connect=lambda _, reading=False: self.connect_reads() if reading else self.channel,
         )
         self.worker = PrefillWorker(
             self.model,
