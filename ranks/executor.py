@@ -121,7 +121,7 @@ class Worker(Protocol[OrderT_contra]):
         """Begin with an order. Never waits."""
 
     def close(self, timeout: float) -> bool:
-        """End once what was ordered has ended. Whether it has within so many seconds."""
+        """End once what was ordered has ended. Whether it has within `timeout` seconds."""
 
 
 class Executor(Generic[OrderT, ReportT]):
@@ -185,5 +185,5 @@ class Executor(Generic[OrderT, ReportT]):
         self._ranks.leave()
 
     def close(self, timeout: float) -> bool:
-        """End rank 0's worker. Whether all that it was ordered to do has ended within so many seconds."""
+        """End rank 0's worker. Whether all of its orders have ended within `timeout` seconds."""
         return self._worker.close(timeout)

@@ -89,13 +89,13 @@ class SealedSocket:
         return payload
 
     def be_patient(self, seconds: float) -> None:
-        """From now on `receive` fails with BlockingIOError after so many seconds without a byte; 0: never."""
+        """From now on `receive` fails with BlockingIOError after `seconds` without a byte; 0: never."""
         whole = int(seconds)
         timeval = _TIMEVAL.pack(whole, int((seconds - whole) * 1e6))
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
 
     def shut_down(self) -> None:
-        """End the connection; whoever waits in `receive` gets an EOFError."""
+        """End the connection; a thread that waits in `receive` gets an EOFError."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 

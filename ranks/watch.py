@@ -100,7 +100,7 @@ class RankWatch:
             poll.register(descriptor, select.POLLIN)
         while not self._stopping:
             rung = poll.poll(self._beat_s * 1000)
-            # First: one of another host, for whose sake those of this host end.
+            # First: if a rank of another host has ended, those of this host end because of it.
             self._look_at_far_ranks()
             for descriptor, _ in rung:
                 if descriptor == self._wakeup_fd:

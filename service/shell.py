@@ -146,7 +146,7 @@ class NodeShell(Generic[Event]):
         )
         if transports.ports and (addresses := reachable_addresses()):
             log.warning(
-                "the transfer ports are open at every address: whoever reaches them can write to this node's KV",
+                "the transfer ports are open at every address: anyone who reaches them can write to this node's KV",
                 ports=",".join(map(str, transports.ports)),
                 addresses=",".join(addresses),
                 close=self._closing,
