@@ -37,11 +37,6 @@ class PrefixArrival:
         self._layers = 0
         self._given_up = False
 
-    @property
-    def buffers_in_order(self) -> list[int]:
-        """As they have to be read: the buffers of a layer one after another, the first layer's first."""
-        return sorted(range(len(self.layer_of_buffer)), key=lambda buffer: self.layer_of_buffer[buffer])
-
     def begin(self) -> None:
         """The first read is about to be posted."""
         self._began_at = time.monotonic()
@@ -81,7 +76,7 @@ class PrefixArrival:
 
 
 def arrives_in_time(read: LayersRead, num_layers: int, pass_seconds: float, now: float) -> bool:
-    """Whether each layer will be here before a pass needs it that begins now and computes for so long.
+    """Whether each layer arrives before a pass needs it. pass_seconds: of computing; the pass begins now.
 
     It is supposed that layers go on coming as fast as they have come so far, and take equally long to compute.
     """
@@ -93,7 +88,7 @@ def arrives_in_time(read: LayersRead, num_layers: int, pass_seconds: float, now:
 
 
 def pass_patience(pass_seconds: float) -> float:
-    """How long a pass may wait, all in all, if it is expected to compute for so long.
+    """How long a pass may wait in all. pass_seconds: of computing, as expected.
 
     A host that queues work for a device is ahead of it, so it waits for a layer though the device does not.
     """

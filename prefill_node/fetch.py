@@ -18,6 +18,7 @@ import structlog
 
 from base.metrics import FetchFailure
 from control.messages import Destination, Peer
+from kvcache.layout import buffers_by_layer
 from prefill_node.arrival import PrefixArrival
 from prefill_node.lanes import Lane, Lanes, LaneWork
 from prefill_node.orders import BlockToRead, TransferReport
@@ -143,7 +144,7 @@ class RunningFetch:
         read, lengths = self._read, self._sink.buffers.item_lengths
         if read.destination.buffers.item_lengths != lengths:
             raise WrongGrant(f"items of {read.destination.buffers.item_lengths} bytes there, {lengths} here")
-        order = self._arrival.buffers_in_order
+        order = buffers_by_layer(self._arrival.layer_of_buffer)
         return list(pieces(read.checksums, read.start, read.stop, lengths, self._sink.most_bytes, order))
 
     def _layer_of(self, piece: FetchPiece) -> int:

@@ -31,6 +31,7 @@ from engine.chunked import ChunkedPrefill, compute_chunks
 from kvcache.layout import KVLayout, buffer_info
 from kvcache.page_cache import PageCache, can_cache
 from kvcache.paged_pool import PagedKVPool, PagedSequence
+from kvcache.prefix_cache import PrefixCache
 from model.passes import PrefillChunk
 from prefill_node.attempt import HeldAttempt, Update
 from prefill_node.config import FetchPolicy
@@ -159,6 +160,11 @@ class Node:
         self.updates: list[Update] = []
         """All that the decode node was told of attempts."""
         self._poll, self.planner.poll = self.planner.poll, self._noting_poll  # type: ignore[method-assign]
+
+    @property
+    def prefixes(self) -> PrefixCache:
+        assert self.cache.prefixes is not None
+        return self.cache.prefixes
 
     def _noting_poll(self) -> list[Update]:
         self.updates += (found := self._poll())
