@@ -56,12 +56,8 @@ _FAILURES = {
 }
 
 
-class Pending(Protocol):
-    """A posted batch."""
-
-    def wait(self) -> Outcome:
-        """Return when all descriptors have ended. If this raises, the outcome is UNKNOWN."""
-        ...
+Pending = Callable[[], Outcome]
+"""A posted batch: returns when all descriptors have ended. If it raises, the outcome is UNKNOWN."""
 
 
 class Channel(Protocol):
@@ -221,7 +217,7 @@ class Pipeline:
 
 def _awaited(pending: Pending | None) -> Outcome:
     try:
-        return Outcome.UNKNOWN if pending is None else pending.wait()
+        return Outcome.UNKNOWN if pending is None else pending()
     except Exception:
         log.exception("waiting for a batch failed: nobody knows whether it has ended")
         return Outcome.UNKNOWN

@@ -17,7 +17,7 @@ from prefill_node.fetch import RunningFetch
 from prefill_node.orders import TransferReport
 from prefill_node.pool_io import DeviceSink, KVSink, SendRings
 from tests.gpu.test_fetch import CUDA, PAGE_SIZE, fetch_of
-from tests.prefill_node.sending import LateChannel, LateCopy
+from tests.prefill_node.sending import LateChannel
 from transfer.planner import Descriptors
 from transfer.writer import Outcome, Pipeline
 
@@ -29,15 +29,9 @@ PAGES = np.random.default_rng(0).permutation(TOKENS // PAGE_SIZE)
 class SlowChannel(LateChannel):
     """So slow that the pass waits for most layers."""
 
-    def submit(self, batch: Descriptors) -> LateCopy:
-        super().submit(batch)
-        return SlowCopy(self, batch)
-
-
-class SlowCopy(LateCopy):
-    def wait(self) -> Outcome:
+    def _land(self, batch: Descriptors) -> Outcome:
         time.sleep(0.005)
-        return super().wait()
+        return super()._land(batch)
 
 
 def new_sink(pool: PagedKVPool) -> KVSink:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -20,7 +21,7 @@ from transfer.choices import ChecksumMode, Transport
 from transfer.copy_runs import copy_runs
 from transfer.memory import BufferInfo
 from transfer.planner import NO_LIMIT, Descriptors
-from transfer.writer import Outcome
+from transfer.writer import Outcome, Pending
 
 PAGE_SIZE, NUM_PAGES, NUM_SLOTS = 4, 600, 2600
 LAYER_OF_BUFFER = (0, 1, 1)
@@ -50,14 +51,20 @@ class LateChannel:
     late: int = 0
     most_late: int = 0
 
-    def submit(self, batch: Descriptors) -> "LateCopy":
+    def submit(self, batch: Descriptors) -> Pending:
         self.break_in("submit")
         if self.hold is not None:
             self.hold.wait(10)
         self.posted.append(batch)
         self.late += 1
         self.most_late = max(self.most_late, self.late)
-        return LateCopy(self, batch)
+        return partial(self._land, batch)
+
+    def _land(self, batch: Descriptors) -> Outcome:
+        self.late -= 1
+        self.break_in("wait")
+        copy_runs(batch)
+        return self.outcomes.pop(0) if self.outcomes else Outcome.LANDED
 
     def break_in(self, what: str) -> None:
         if self.broken == what:
@@ -71,18 +78,6 @@ class LateChannel:
     def close(self) -> None:
         self.closed = True
         self.break_in("close")
-
-
-@dataclass
-class LateCopy:
-    channel: LateChannel
-    batch: Descriptors
-
-    def wait(self) -> Outcome:
-        self.channel.late -= 1
-        self.channel.break_in("wait")
-        copy_runs(self.batch)
-        return self.channel.outcomes.pop(0) if self.channel.outcomes else Outcome.LANDED
 
 
 class Sending:
