@@ -89,7 +89,7 @@ class Access:
 
     @property
     def refused(self) -> Mapping[str, int]:
-        """What was refused so far, by reason. Connections: `handshake` (no key, another cluster's, or garbage), `key`
+        """Number of refusals so far, by reason. Connections: `handshake` (no key, another cluster's, or garbage), `key`
         (not allowed). Messages: `revoked` key, another `role` than the key's, a `boot` id that another key has used.
 
         A failed handshake is counted when it could no longer have succeeded, some seconds later.

@@ -86,7 +86,7 @@ class Membership:
         return not self.addresses.expected or any(gateway.registered for gateway in self._gateways.values())
 
     def tick(self) -> None:
-        """Register or heartbeat, whichever each gateway needs. A node that leaves does not register any more."""
+        """Register or heartbeat, as each gateway needs. A node that leaves does not register any more."""
         self._take_in(self.addresses.current)
         for address, gateway in self._gateways.items():
             if gateway.registered:
@@ -191,7 +191,7 @@ class CacheReports:
         self._gateways = gateways
         self._newest = newest
         self._changes: dict[int, bool] = {}
-        """By hash, whether the block is there now. What was used last comes last."""
+        """By hash, whether the block is cached now. The latest change comes last."""
         self._serial = 0
         self._sent: deque[tuple[float, int]] = deque()
         """When each update was sent that a gateway may not have acknowledged yet."""

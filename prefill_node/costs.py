@@ -13,9 +13,9 @@ from transfer.transports import TRANSPORTS
 Floats = npt.NDArray[np.float64]
 
 _FORGETS = 0.95
-"""What is left of an observation's weight with each further one."""
+"""Factor of an observation's weight with each later observation."""
 _HALF_LIFE_S = 300.0
-"""After so long an observation counts half: a link that was slow once is tried again."""
+"""Age at which an observation counts half: a link that was slow once is tried again."""
 _PRIOR = 0.01
 _FIRST_LATENCY_S = 0.01
 
@@ -49,7 +49,7 @@ class LinearCost:
             self._prior[1][:] += _PRIOR * target * row
 
     def observe(self, features: Sequence[float], seconds: float) -> None:
-        """Something with these features took so long."""
+        """Learn that something with these features took `seconds`."""
         row, target = self._row(features, seconds)
         products, sums = self._decayed(self._now())
         self._seen = _FORGETS * products + np.outer(row, row), _FORGETS * sums + target * row
@@ -82,7 +82,7 @@ class LinearCost:
 
 
 class ComputeCost:
-    """Seconds of forward passes: so much a pass, so much a token, and so much a token and position before it."""
+    """Seconds of forward passes: a sum of costs per pass, per token, and per token and position before it."""
 
     def __init__(self, chunk_size: int) -> None:
         self._chunk_size = chunk_size

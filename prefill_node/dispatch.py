@@ -117,7 +117,7 @@ class Dispatch:
         return None if transfer is None else transfer.attempt
 
     def block_ended(self, rank: int, report: TransferReport) -> tuple[Transfer, TransferReport] | None:
-        """Count a report. What it completes, if all ranks have reported, and one report of all.
+        """Count a report. Returns the transfer that it completes, with one report of all ranks, or None.
 
         Raises KeyError for a block that is not expected: each is reported once.
         """

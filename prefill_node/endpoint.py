@@ -214,7 +214,7 @@ class PrefillEndpoint:
             self._control.answered((what, attempt))
 
     def _finish(self, attempt: HeldAttempt) -> None:
-        """An attempt has ended: repeat nothing of it any more."""
+        """An attempt has ended: stop repeating its messages."""
         for what in attempt.repeated:
             self._control.answered((what, attempt.id))
         self._planner.forget(attempt)

@@ -46,7 +46,7 @@ class DecodeNodes:
 
 
 LEASE_S = 2.0
-"""Nothing is posted to a decode node after so long without an answered ping: its address may be another process's."""
+"""Without an answered ping for this long, nothing is posted to a decode node: its address may be another process's."""
 _LOOK_S = 0.02
 
 
@@ -138,7 +138,7 @@ class Lane(Generic[WorkT, BuffersT]):
         self._pipeline: Pipeline | None = None
         self._buffers: BuffersT | None = None
         self._unreported: dict[int, WorkT] = {}
-        """What was taken, by its number."""
+        """Work that was taken and not reported, by its number."""
 
     def lent(self) -> BuffersT:
         """The buffers of this lane."""

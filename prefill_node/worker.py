@@ -97,7 +97,7 @@ class PrefillWorker:
                 pass
 
     def close(self, timeout: float) -> bool:
-        """See Worker. No pass waits for a prefix any more. What has not ended in time ends with the process."""
+        """See Worker. No pass waits for a prefix any more. Work that has not ended in time ends with the process."""
         deadline = time.monotonic() + timeout
         for transfer in list(self._transfers.values()):
             if isinstance(transfer, Fetch):

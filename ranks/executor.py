@@ -62,7 +62,7 @@ class DataclassCodec(Generic[KindT]):
 class RankLine(Generic[SentT, ReceivedT]):
     """One end of what rank 0 and another rank tell each other in addition to collectives: values, in order.
 
-    Sending never waits: the other rank may be stopped. What was sent comes as long as both ranks live. rank: the other
+    Sending never waits: the other rank may be stopped. Values arrive as long as both ranks live. rank: the other
     one. receive: called with each value, in order, on a thread of the line. failed: called with the reason, on a thread
     of the line, if something else came, or a value cannot be sent; the line is closed then.
     """

@@ -13,8 +13,8 @@ The handshake shows two ranks of different hosts that both know the key of their
 
 Both proofs and both keys of the session are HMAC-SHA256 by the group's key over all that 1 and 2 say but the proof, and
 over the address at which the accepting rank listens, each with a label of its own. So a rank that was led to another
-address, or to another rank, does not get a session; nor does what was recorded or sent back. Who only passes bytes on
-learns no key, and can send nothing of its own.
+address, or to another rank, does not get a session; nor does what was recorded or sent back. A process that only relays
+bytes learns no key, and cannot send frames of its own.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ MOST_BYTES = 256 << 20
 
 
 class FrameRefused(Exception):
-    """What came is not the next frame of the session. The connection is closed, and nothing of it was used."""
+    """The received bytes are not the next frame of the session. They were not used, and the connection is closed."""
 
 
 @dataclass(frozen=True)

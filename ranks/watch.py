@@ -19,7 +19,7 @@ _LONGEST_BEAT_S = 0.5
 _STOPPED_BEATS = 4
 """A rank without this number of beats is stopped, or its machine is."""
 _STARTING_S = 2.0
-"""How long a rank that starts may take to end by itself, with a reason of its own, when one of another host has."""
+"""After a rank of another host ended: how long a starting rank may take to end with a reason of its own."""
 
 
 class RankWatch:

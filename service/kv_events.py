@@ -154,7 +154,7 @@ class KVEventPublisher:
         self._put(hashes)
 
     def check(self) -> None:
-        """Raise ProcessFailed if the thread has ended by itself: subscribers would take what they know for all."""
+        """Raise ProcessFailed if the thread has ended by itself: subscribers would miss events unnoticed."""
         if self._failure is not None:
             raise ProcessFailed(f"KV events are not published any more: {self._failure!r}") from self._failure
 

@@ -153,7 +153,7 @@ class NodeShell(Generic[Event]):
             )
 
     def receive(self, timeout: float) -> list[tuple[Peer, Message] | Event]:
-        """What has arrived; waits `timeout` seconds for the first. Raises StartupError if refused, and as `check`."""
+        """Items that arrived; waits `timeout` seconds for the first. Raises StartupError if refused, and as `check`."""
         self.control.check()
         if self._kv_events is not None:
             self._kv_events.check()
