@@ -19,7 +19,7 @@ from prefill_node.dispatch import Dispatch, Transfer
 from prefill_node.offer import Destinations, Offer
 from prefill_node.orders import End, LayersRead, Order, Report, StepEnded, TransferReport
 from prefill_node.prefixes import PrefixFetches
-from prefill_node.steps import Steps
+from prefill_node.steps import PrefillSteps
 from prefill_node.telemetry import record_computed, record_sent, set_gauges
 from ranks.barrier import GroupFailed
 from ranks.executor import Executor
@@ -66,7 +66,7 @@ class PrefillPlanner:
             self._updates.append,
         )
         self._dispatch = Dispatch(executor)
-        self._steps = Steps(prefill, self._dispatch, self._fetches, metrics)
+        self._steps = PrefillSteps(prefill, self._dispatch, self._fetches, metrics)
 
     # --- for the endpoint ---
 

@@ -27,7 +27,7 @@ class _Running:
     """Whether it waits for layers that are read: then it does not tell what computing takes."""
 
 
-class Steps:
+class PrefillSteps:
     """Has all ranks carry out one step after the other. The planner's loop calls it.
 
     started, ended: how many. A failed step has ended, too.
