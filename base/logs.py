@@ -62,7 +62,7 @@ def configure_logging(level: str, fmt: Literal["text", "json"], process: str) ->
 
 
 class Complaints:
-    """What was logged already, so that a repeated mistake does not fill the log. After 100, nothing is new."""
+    """Complaints that were logged, so that a repeated mistake does not fill the log. After 100, no other is new."""
 
     def __init__(self) -> None:
         self._made: set[Hashable] = set()

@@ -1,6 +1,7 @@
 """Every metric of every process. A process exports all of them; those that it never sets stay 0."""
 
 from collections.abc import Mapping
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
@@ -15,7 +16,7 @@ TRANSFER_FAILURES = ("prefill", "write", "timeout", "checksum", "verification")
 """Why transfers fail: the prefill node failed or is silent, a write failed, it took too long, what arrived is not what
 was sent, or it could not be verified."""
 
-FETCH_FAILURES = ("refused", "read", "checksum", "timeout")
+FetchFailure = Literal["refused", "read", "checksum", "timeout"]
 """Why fetches fail: the decode node does not lend, a read failed, what was read is not what the decode node has hashed,
 or it took too long."""
 
@@ -148,7 +149,7 @@ class Metrics:
         # From 0: Prometheus sees no increase from a missing series to 1, and one of these is worth an alert.
         for reason in TRANSFER_FAILURES:
             self.transfer_failures.labels(reason)
-        for reason in FETCH_FAILURES:
+        for reason in get_args(FetchFailure):
             self.prefix_fetch_failures.labels(reason)
         for pool in ("device", "host"):
             self.retractions.labels(pool)

@@ -1,4 +1,4 @@
-"""Tables of bounded size: they forget what was noted longest ago."""
+"""Tables of bounded size: they forget what was set longest ago."""
 
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -8,12 +8,18 @@ HashableT = TypeVar("HashableT", bound=Hashable)
 ValueT = TypeVar("ValueT")
 
 
-def remember(table: OrderedDict[HashableT, ValueT], key: HashableT, value: ValueT, limit: int) -> None:
-    """Set a key of a table that holds at most `limit` keys: beyond it, the one that was set longest ago goes."""
-    table[key] = value
-    table.move_to_end(key)
-    if len(table) > limit:
-        table.popitem(last=False)
+class LatestDict(OrderedDict[HashableT, ValueT]):
+    """A dict of at most `limit` keys: beyond it, the one that was set longest ago goes."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def __setitem__(self, key: HashableT, value: ValueT) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > self._limit:
+            self.popitem(last=False)
 
 
 class Tombstones(Generic[HashableT]):
@@ -23,11 +29,10 @@ class Tombstones(Generic[HashableT]):
     """
 
     def __init__(self, limit: int = 65536) -> None:
-        self._limit = limit
-        self._keys: OrderedDict[HashableT, None] = OrderedDict()
+        self._keys: LatestDict[HashableT, None] = LatestDict(limit)
 
     def __contains__(self, key: HashableT) -> bool:
         return key in self._keys
 
     def add(self, key: HashableT) -> None:
-        remember(self._keys, key, None, self._limit)
+        self._keys[key] = None

@@ -1,4 +1,4 @@
-"""Spans of traced requests. What is here does nothing, so that call sites need not ask; `base.otlp` has what exports.
+"""Spans of traced requests. The classes here do nothing, so that call sites need not ask; those of `base.otlp` export.
 
 A request is traced if the gateway's sampler has chosen it. Messages about it carry the context of its span
 (`traceparent` of W3C Trace Context), and nodes make spans of no other requests. Times are those of time.monotonic,

@@ -26,7 +26,6 @@ from benchmarks.transfer.pools import buffers_of, fill
 from control.messages import Destination
 from transfer.memory import BufferInfo
 from transfer.planner import Descriptors, Int64s, plan_runs
-from transfer.reader import Reader
 from transfer.transports import Transports
 from transfer.writer import Channel, Outcome, Pipeline, Write
 
@@ -116,7 +115,7 @@ class _Bench:
         transports.register(self._here)
         self._expected = torch.empty_like(self._kv)
         fill(self._expected, seed=1)
-        self._reader = Reader(transports.connect_to_read(destination))
+        self._reading = transports.connect(destination, reading=True)
         self._writing = transports.connect(destination)
 
     def rates(self, run: int, rounds: int) -> Rates:
@@ -126,16 +125,12 @@ class _Bench:
         read, written = [], []
         for _ in range(_WARM_UP + rounds):
             self._kv.zero_()
-            read.append(_seconds(lambda: self._read(reads)))
+            read.append(_seconds(lambda: _transfer(self._reading, reads)))
             assert torch.equal(self._kv[:, rows], self._expected[:, slots]), "other bytes were read than are there"
-            written.append(_seconds(lambda: _write(self._writing, writes)))
+            written.append(_seconds(lambda: _transfer(self._writing, writes)))
         gigabytes = self._shape.num_bytes / 1e9
         rate = [gigabytes / statistics.median(seconds[_WARM_UP:]) for seconds in (read, written)]
         return Rates(self._protocol, run, len(reads[0].lengths), *rate)
-
-    def _read(self, batches: list[Descriptors]) -> None:
-        report = self._reader.read(batches)
-        assert report.error is None, report.error
 
 
 def _batches(slots: Int64s, rows: Int64s, there: BufferInfo, here: BufferInfo) -> Iterator[Descriptors]:
@@ -145,7 +140,7 @@ def _batches(slots: Int64s, rows: Int64s, there: BufferInfo, here: BufferInfo) -
         yield runs.descriptors(item_bytes).at(source, destination)
 
 
-def _write(channel: Channel, batches: list[Descriptors]) -> None:
+def _transfer(channel: Channel, batches: list[Descriptors]) -> None:
     pipeline = Pipeline(channel)
     write = Write(on_end=lambda: None, go_on=lambda: True)
     for batch in batches:

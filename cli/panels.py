@@ -29,7 +29,7 @@ PANELS: Mapping[str, str] = {
         header_timeout""",
     "Logs and traces": "log_level log_format otlp_traces_endpoint",
 }
-"""The fields of configurations by subject, in the order of --help. What is in none comes after them."""
+"""The fields of configurations by subject, in the order of --help. Fields without a subject come after them."""
 _PANEL_OF = {field: panel for panel, fields in PANELS.items() for field in fields.split()}
 _OTHERS = "Options"
 

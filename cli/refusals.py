@@ -1,13 +1,30 @@
 """What typer refuses, as an error of one line."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import typer
 
 from base.errors import StartupError
-from cli.other_names import OTHER_NAMES
 
+OTHER_NAMES: Mapping[str, str] = {
+    "--context-len": "--context-length",
+    "--disable-radix-cache": "--no-enable-prefix-caching",
+    "--disaggregation-ib-device": "--ib-device",
+    "--disaggregation-mode": "the commands `prefill` and `decode`",
+    "--enforce-eager": "--disable-cuda-graph",
+    "--gpu-memory-utilization": "--mem-fraction-static",
+    "--max-model-len": "--context-length",
+    "--max-num-batched-tokens": "--chunked-prefill-size",
+    "--max-num-seqs": "--max-running-requests",
+    "--model": "--model-path",
+    "--num-speculative-tokens": "--speculative-num-steps",
+    "--speculative-config": "--speculative-num-steps",
+    "--tensor-parallel-size": "--ranks (of `serve`: --prefill-ranks, --decode-ranks), which divide the experts",
+    "--tp": "--ranks (of `serve`: --prefill-ranks, --decode-ranks), which divide the experts",
+    "--tp-size": "--ranks (of `serve`: --prefill-ranks, --decode-ranks), which divide the experts",
+}
+"""Flags of vLLM and SGLang, and what this project calls them."""
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """Of which a flag that is unknown is one, too."""
 

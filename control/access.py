@@ -1,7 +1,7 @@
 """Who may write to a mailbox: CURVE on its connections, and a check that each message is its sender's to send."""
 
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Mapping
 
 import structlog
@@ -10,7 +10,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from base.logs import Complaints
-from base.tombstones import remember
+from base.tombstones import LatestDict
 from control.keys import Keys
 from control.messages import Peer
 
@@ -68,7 +68,7 @@ class Access:
         self._handshakes = Handshakes()
         self._refused = dict.fromkeys(REASONS, 0)
         self._complaints = Complaints()
-        self._key_of_boot: OrderedDict[str, str] = OrderedDict()
+        self._key_of_boot: LatestDict[str, str] = LatestDict(_REMEMBERED)
         self._zap = context.socket(zmq.REP)
         self._zap.setsockopt(zmq.LINGER, 0)
         self._zap.bind(_ZAP)
@@ -89,7 +89,7 @@ class Access:
 
     @property
     def refused(self) -> Mapping[str, int]:
-        """What was refused so far, by reason. Connections: `handshake` (no key, another cluster's, or garbage), `key`
+        """Number of refusals so far, by reason. Connections: `handshake` (no key, another cluster's, or garbage), `key`
         (not allowed). Messages: `revoked` key, another `role` than the key's, a `boot` id that another key has used.
 
         A failed handshake is counted when it could no longer have succeeded, some seconds later.
@@ -105,7 +105,7 @@ class Access:
             socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.cluster.public.encode())
 
     def serve(self) -> None:
-        """Answer requests for admission, and note how connections fared."""
+        """Answer requests for admission, and note which connections succeeded."""
         while self._zap.poll(0):
             self._zap.send_multipart(self._answer(self._zap.recv_multipart()))
         while self._monitor.poll(0):
@@ -135,7 +135,7 @@ class Access:
         if self._key_of_boot.get(sender.boot_id, key) != key:
             self._refuse("boot", _address_of(frame), key=key, claimed=sender.address)
             return False
-        remember(self._key_of_boot, sender.boot_id, key, _REMEMBERED)
+        self._key_of_boot[sender.boot_id] = key
         return True
 
     def is_revoked(self, boot_id: str) -> bool:

@@ -57,7 +57,7 @@ class Connections:
             raise
 
     def close(self) -> None:
-        """Close all. What is queued is sent if that takes at most 200 ms."""
+        """Close all. Queued frames are sent if that takes at most 200 ms."""
         for address in list(self._by_address):
             self._close(address)
 

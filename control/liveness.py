@@ -6,10 +6,9 @@ that the process lived after the ping was sent, by the clock of the process that
 
 import secrets
 import time
-from collections import OrderedDict
 from dataclasses import dataclass, replace
 
-from base.tombstones import remember
+from base.tombstones import LatestDict
 from control.messages import Peer, Ping, Pong
 
 _ANSWERED_WITHIN_S = 30.0
@@ -42,8 +41,8 @@ class Liveness:
     def __init__(self) -> None:
         self._asked: dict[int, tuple[str, float]] = {}
         """Address and time of the pings that were not answered yet, by nonce, the oldest first."""
-        self._boots: OrderedDict[str, _Signs] = OrderedDict()
-        self._addresses: OrderedDict[str, _Signs] = OrderedDict()
+        self._boots: LatestDict[str, _Signs] = LatestDict(_REMEMBERED)
+        self._addresses: LatestDict[str, _Signs] = LatestDict(_REMEMBERED)
 
     def last_heard(self, boot_id: str) -> float | None:
         """When a frame of that process was last read (time.monotonic), or None."""
@@ -74,7 +73,7 @@ class Liveness:
     def heard(self, sender: Peer) -> None:
         """Note that a frame of this process was read."""
         for table, key in ((self._boots, sender.boot_id), (self._addresses, sender.address)):
-            remember(table, key, replace(table.get(key, _NONE), heard=time.monotonic()), _REMEMBERED)
+            table[key] = replace(table.get(key, _NONE), heard=time.monotonic())
 
     def answered(self, sender: Peer, pong: Pong) -> None:
         """Note that this process answered a ping. A ping that was never sent, or long ago, proves nothing."""
@@ -84,4 +83,4 @@ class Liveness:
         for table, key in ((self._boots, sender.boot_id), (self._addresses, address)):
             known = table.get(key, _NONE)
             if known.answer is None or known.answer.asked_at <= asked_at:
-                remember(table, key, replace(known, answer=AnsweredPing(sender.boot_id, asked_at)), _REMEMBERED)
+                table[key] = replace(known, answer=AnsweredPing(sender.boot_id, asked_at))

@@ -86,7 +86,7 @@ class Membership:
         return not self.addresses.expected or any(gateway.registered for gateway in self._gateways.values())
 
     def tick(self) -> None:
-        """Register or heartbeat, whichever each gateway needs. A node that leaves does not register any more."""
+        """Register or heartbeat, as each gateway needs. A node that leaves does not register any more."""
         self._take_in(self.addresses.current)
         for address, gateway in self._gateways.items():
             if gateway.registered:
@@ -191,7 +191,7 @@ class CacheReports:
         self._gateways = gateways
         self._newest = newest
         self._changes: dict[int, bool] = {}
-        """By hash, whether the block is there now. What was used last comes last."""
+        """By hash, whether the block is cached now. The latest change comes last."""
         self._serial = 0
         self._sent: deque[tuple[float, int]] = deque()
         """When each update was sent that a gateway may not have acknowledged yet."""
@@ -223,11 +223,11 @@ class CacheReports:
         while self._sent and self._sent[0][0] <= now - _ACKNOWLEDGED_WITHIN_S:
             self._due = self._sent.popleft()[1]
         self._whole_at = {address: at for address, at in self._whole_at.items() if at > now - _ACKNOWLEDGED_WITHIN_S}
-        behind = [name for name, serial in serials.items() if serial < self._due and name not in self._whole_at]
-        if behind:
+        outdated = [name for name, serial in serials.items() if serial < self._due and name not in self._whole_at]
+        if outdated:
             newest = self._newest(MAX_CACHE_BLOCKS)
-            self._gateways.tell(behind, CacheUpdate.of(self._serial, newest, newest[:0], whole=True))
-            self._whole_at |= dict.fromkeys(behind, now)
+            self._gateways.tell(outdated, CacheUpdate.of(self._serial, newest, newest[:0], whole=True))
+            self._whole_at |= dict.fromkeys(outdated, now)
 
     def _note(self, hashes: BlockHashes, present: bool) -> None:
         for name in hashes[::-1].tolist():

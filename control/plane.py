@@ -127,7 +127,7 @@ class ControlPlane:
 
     @property
     def refused(self) -> Mapping[str, int]:
-        """What was refused, by reason: see `Access.refused`, and `version` for messages of another wire version."""
+        """Number of refusals, by reason: see `Access.refused`, and `version` for messages of another wire version."""
         return {**self._access.refused, "version": self._other_versions}
 
     def start(self) -> None:

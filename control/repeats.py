@@ -23,7 +23,7 @@ class Repeated:
 
 
 class Repeats:
-    """What is sent again: to a silent peer, in pauses of half of its silence. last_heard_at: when an address was."""
+    """Repeated messages. To a silent peer, pauses are half of its silence. last_heard_at: when an address was heard."""
 
     def __init__(self, last_heard_at: Callable[[str], float | None]) -> None:
         self._last_heard_at = last_heard_at

@@ -3,11 +3,13 @@
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from base.block_hashes import BLOCK_TOKENS
+from transfer.planner import expand_extents, plan_runs
 
 BlockValues = npt.NDArray[np.int32]
 """[blocks, width]: where the KV of cached blocks is."""
@@ -17,8 +19,7 @@ class SlotAccountingError(RuntimeError):
     """A slot was released or retained while free, or a pool's books do not add up: always a bug, never load."""
 
 
-@dataclass(frozen=True)
-class Extent:
+class Extent(NamedTuple):
     """The slots [start, start + length)."""
 
     start: int
@@ -31,26 +32,20 @@ class Extent:
 
 def expand(extents: Iterable[Extent]) -> npt.NDArray[np.int64]:
     """Every slot of the extents, in their order: int64 [total length]."""
-    parts = [np.arange(extent.start, extent.stop, dtype=np.int64) for extent in extents]
-    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+    return expand_extents(tuple(extents))
 
 
 def extents_of(slots: npt.NDArray[np.integer]) -> tuple[Extent, ...]:
     """Slots [n] as extents, in their order."""
-    if not len(slots):
-        return ()
-    begins = np.flatnonzero(np.concatenate(([True], np.diff(slots) != 1)))
-    lengths = np.diff(np.append(begins, len(slots)))
-    return tuple(map(Extent, slots[begins].tolist(), lengths.tolist()))
+    numbers = slots.astype(np.int64, copy=False)
+    runs = plan_runs(numbers, numbers)
+    return tuple(map(Extent, runs.sources.tolist(), runs.lengths.tolist()))
 
 
 def common_runs(a: npt.NDArray[np.integer], b: npt.NDArray[np.integer]) -> list[tuple[int, int, int]]:
     """Slots [n] of two pools, as runs that are consecutive in both: the first slot in each, and how many."""
-    if not len(a):
-        return []
-    begins = np.flatnonzero(np.concatenate(([True], (np.diff(a) != 1) | (np.diff(b) != 1))))
-    lengths = np.diff(np.append(begins, len(a)))
-    return list(zip(a[begins].tolist(), b[begins].tolist(), lengths.tolist(), strict=True))
+    runs = plan_runs(a.astype(np.int64, copy=False), b.astype(np.int64, copy=False))
+    return list(zip(runs.sources.tolist(), runs.destinations.tolist(), runs.lengths.tolist(), strict=True))
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,11 @@ class KVLayout:
         return sum(buffer.position_bytes for buffer in self.buffers)
 
 
+def buffers_by_layer(layer_of_buffer: Sequence[int]) -> list[int]:
+    """Numbers of buffers in the order in which a forward pass completes them. layer_of_buffer: as in KVLayout."""
+    return sorted(range(len(layer_of_buffer)), key=lambda buffer: layer_of_buffer[buffer])
+
+
 def buffer_info(buffers: Sequence[torch.Tensor]) -> BufferInfo:
     """Address, length and item length in bytes of contiguous tensors [positions, dim]."""
     return BufferInfo(

@@ -37,6 +37,8 @@ class PageLease:
 class PageCache:
     """Lends the pages of a pool to prompts, and keeps those with whole blocks of computed tokens in a `PrefixCache`.
 
+    prefixes: that cache; None if nothing is ever kept.
+
     A page in the cache is never written again: a prompt that shares it computes into its own pages after it. Cached
     pages that no lease holds count as free. One thread calls it.
     """
@@ -44,37 +46,31 @@ class PageCache:
     def __init__(self, pool: PagedKVPool, is_on: bool = False) -> None:
         """is_on: keep blocks. Raises ValueError if blocks are no whole pages."""
         self.pool = pool
-        self._prefixes: PrefixCache | None = None
         if is_on and not can_cache(pool.page_size):
             raise ValueError(f"pages of {pool.page_size} tokens: blocks of {BLOCK_TOKENS} are no whole pages")
-        if is_on and pool.num_pages * pool.page_size >= BLOCK_TOKENS:
-            self._prefixes = PrefixCache(pool.slots, pool.page_size)
+        has_room = pool.num_pages * pool.page_size >= BLOCK_TOKENS
+        self.prefixes = PrefixCache(pool.slots, pool.page_size) if is_on and has_room else None
 
     @property
     def blocks(self) -> BlockCache | None:
         """The cached blocks; None if nothing is ever kept."""
-        return self._prefixes.blocks if self._prefixes else None
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anything is ever kept."""
-        return self._prefixes is not None
+        return self.prefixes.blocks if self.prefixes else None
 
     @property
     def cached_pages(self) -> int:
         """Pages in the cache that no lease holds."""
-        return self._prefixes.evictable_slots if self._prefixes else 0
+        return self.prefixes.evictable_slots if self.prefixes else 0
 
     def find(self, tokens: PromptIds, salt: str = "") -> int:
         """How many tokens at the beginning of a prompt, ids [n], have KV now."""
-        return self._prefixes.blocks.find(tokens, salt) if self._prefixes else 0
+        return self.prefixes.blocks.find(tokens, salt) if self.prefixes else 0
 
     def lend(self, tokens: PromptIds, salt: str = "", reuse: bool = True) -> PageLease | None:
         """Pages for all tokens of a prompt, those of its longest cached prefix first. None if there are not enough.
 
         reuse: without it no cached page is used.
         """
-        shared = self._prefixes.hold(tokens, salt) if self._prefixes and reuse else NO_SLOTS
+        shared = self.prefixes.hold(tokens, salt) if self.prefixes and reuse else NO_SLOTS
         cached = len(shared) * self.pool.page_size
         own = self._allocate(len(tokens) - cached)
         if own is None:
@@ -87,9 +83,9 @@ class PageCache:
 
         Call it before anything is computed in the lease: the pages that it gives back are empty.
         """
-        if self._prefixes is None:
+        if self.prefixes is None:
             return False
-        shared = self._prefixes.hold(lease.tokens, lease.salt)
+        shared = self.prefixes.hold(lease.tokens, lease.salt)
         cached = len(shared) * self.pool.page_size
         if cached <= lease.cached:
             self._release(shared)
@@ -105,17 +101,12 @@ class PageCache:
         Blocks that another prompt brought first keep their pages; the lease keeps its own pages of these.
         """
         held = lease.slots.held
-        if self._prefixes is not None and computed // BLOCK_TOKENS > (0 if held is None else len(held)):
-            lease.slots = self._prefixes.insert(lease.tokens[:computed], lease.slots, lease.salt)
+        if self.prefixes is not None and computed // BLOCK_TOKENS > (0 if held is None else len(held)):
+            lease.slots = self.prefixes.insert(lease.tokens[:computed], lease.slots, lease.salt)
 
     def give_back(self, lease: PageLease) -> None:
         """End a lease: nothing reads or writes its pages any more."""
         self._release(lease.slots)
-
-    def drop(self) -> None:
-        """Evict all cached pages that no lease holds."""
-        if self._prefixes:
-            self._prefixes.clear()
 
     def check_idle(self) -> None:
         """Raise SlotAccountingError unless every page is free or cached: for when there are no leases."""
@@ -125,20 +116,15 @@ class PageCache:
                 f"{self.cached_pages} cached: the others leaked"
             )
 
-    def check_integrity(self) -> None:
-        """Raise SlotAccountingError if the cache's tables do not agree."""
-        if self._prefixes:
-            self._prefixes.check_integrity()
-
     def _release(self, slots: HostSlots) -> None:
         self.pool.slots.release(slots.extents)
-        if self._prefixes:
-            self._prefixes.let_go(slots)
+        if self.prefixes:
+            self.prefixes.let_go(slots)
 
     def _allocate(self, num_tokens: int) -> tuple[Extent, ...] | None:
         """Pages for that many tokens, from the cache if too few are free."""
         count = self.pool.pages_for(num_tokens)
         lacking = count - self.pool.free_pages
-        if self._prefixes and 0 < lacking <= self.cached_pages:
-            self._prefixes.evict(lacking)
+        if self.prefixes and 0 < lacking <= self.cached_pages:
+            self.prefixes.evict(lacking)
         return self.pool.slots.allocate(count)

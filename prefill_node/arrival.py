@@ -19,7 +19,7 @@ class PrefixArrival:
     The reading thread sets each layer ready once its bytes are in the pool and match their digests, but for the last
     layer: that one is ready at the `end`, when nothing lands any more and that was reported. So a pass that has waited
     for all layers had nothing but verified bytes, and the planner hears of that before it hears of the end of the pass.
-    Whoever finds first that the prefix takes too long, or has failed, gives up; from then on no layer counts.
+    The reading thread gives up if the read fails, and a pass if it takes too long. From then on no layer counts.
     """
 
     def __init__(
@@ -36,11 +36,6 @@ class PrefixArrival:
         """Guards what follows."""
         self._layers = 0
         self._given_up = False
-
-    @property
-    def buffers_in_order(self) -> list[int]:
-        """As they have to be read: the buffers of a layer one after another, the first layer's first."""
-        return sorted(range(len(self.layer_of_buffer)), key=lambda buffer: self.layer_of_buffer[buffer])
 
     def begin(self) -> None:
         """The first read is about to be posted."""
@@ -72,7 +67,7 @@ class PrefixArrival:
             self._changed.notify_all()
 
     def wait(self, layer: int, patience: float) -> bool:
-        """Whether a layer is here; waits for so many seconds, and gives up then."""
+        """Whether a layer is here. Waits `patience` seconds for it, then gives up."""
         with self._changed:
             self._changed.wait_for(lambda: self._given_up or layer < self._layers, patience)
             if layer >= self._layers:
@@ -81,7 +76,7 @@ class PrefixArrival:
 
 
 def arrives_in_time(read: LayersRead, num_layers: int, pass_seconds: float, now: float) -> bool:
-    """Whether each layer will be here before a pass needs it that begins now and computes for so long.
+    """Whether each layer arrives before a pass needs it. pass_seconds: of computing; the pass begins now.
 
     It is supposed that layers go on coming as fast as they have come so far, and take equally long to compute.
     """
@@ -93,7 +88,7 @@ def arrives_in_time(read: LayersRead, num_layers: int, pass_seconds: float, now:
 
 
 def pass_patience(pass_seconds: float) -> float:
-    """How long a pass may wait, all in all, if it is expected to compute for so long.
+    """How long a pass may wait in all. pass_seconds: of computing, as expected.
 
     A host that queues work for a device is ahead of it, so it waits for a layer though the device does not.
     """

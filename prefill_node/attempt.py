@@ -1,8 +1,7 @@
 """One attempt to prefill a request at the prefill node, from its first message to its last.
 
-The endpoint, the planner and the policy of fetches share it on one loop. What is in flight of it is known by numbers
-(`prefill_node/orders.py`): its pages are released when it ends and never earlier, since they are written and read until
-then.
+The endpoint, the planner and the policy of fetches share it on one loop. Its steps and transfers in flight are known by
+numbers (`prefill_node/orders.py`). Its pages are written and read until it ends, and are released then.
 """
 
 import time
@@ -23,7 +22,7 @@ from transfer.memory import Checksum, Checksums
 from transfer.planner import Int64s, expand_extents
 
 Update = ChunkDone | PrefillDone | PrefillFailed | messages.Quiesced | messages.FetchRequest | messages.FetchDone
-"""What is told the decode node of an attempt.
+"""Messages about an attempt to its decode node.
 
 FetchRequest asks for KV that the decode node has; FetchDone says that none is read any more, and ends the asking.
 After PrefillDone the attempt keeps its KV until it is released. After PrefillFailed with `in_flight` another follows
@@ -202,11 +201,11 @@ class HeldAttempt(PrefillJob):
             self.computed = self.handed = self.fetch.start
             self.fetch.withheld.clear()
 
-    def write(self, work: int, start: int, stop: int) -> BlockToSend:
-        """Positions [start, stop), to be sent. The decode node does not have them."""
+    def write(self, work: int, start: int, stop: int, step: int | None) -> BlockToSend:
+        """Positions [start, stop), to be sent. The decode node does not have them. step: that computes them, if any."""
         assert self.pages is not None
         slots = self.slots[start - self.start : stop - self.start]
-        return BlockToSend(work, self.id, self.decode, self.destination, start, stop, self.pages, slots)
+        return BlockToSend(work, self.id, self.decode, self.destination, start, stop, self.pages, slots, step)
 
     def landed(self, stop: int, report: TransferReport) -> ChunkDone | None:
         """Count a chunk up to `stop` that has landed. Returns what the decode node needs of it, unless `done` does."""

@@ -1,22 +1,21 @@
 """What computing and fetching take, learned from what they took."""
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from base.tombstones import remember
+from base.tombstones import LatestDict
 from transfer.choices import Transport
 from transfer.transports import TRANSPORTS
 
 Floats = npt.NDArray[np.float64]
 
 _FORGETS = 0.95
-"""What is left of an observation's weight with each further one."""
+"""Factor of an observation's weight with each later observation."""
 _HALF_LIFE_S = 300.0
-"""After so long an observation counts half: a link that was slow once is tried again."""
+"""Age at which an observation counts half: a link that was slow once is tried again."""
 _PRIOR = 0.01
 _FIRST_LATENCY_S = 0.01
 
@@ -50,7 +49,7 @@ class LinearCost:
             self._prior[1][:] += _PRIOR * target * row
 
     def observe(self, features: Sequence[float], seconds: float) -> None:
-        """Something with these features took so long."""
+        """Learn that something with these features took `seconds`."""
         row, target = self._row(features, seconds)
         products, sums = self._decayed(self._now())
         self._seen = _FORGETS * products + np.outer(row, row), _FORGETS * sums + target * row
@@ -83,7 +82,7 @@ class LinearCost:
 
 
 class ComputeCost:
-    """Seconds of forward passes: so much a pass, so much a token, and so much a token and position before it."""
+    """Seconds of forward passes: a sum of costs per pass, per token, and per token and position before it."""
 
     def __init__(self, chunk_size: int) -> None:
         self._chunk_size = chunk_size
@@ -108,8 +107,7 @@ class FetchCosts:
 
     def __init__(self, limit: int = 256) -> None:
         """limit: decode nodes that are remembered, the last ones."""
-        self._limit = limit
-        self._models: OrderedDict[str, LinearCost] = OrderedDict()
+        self._models: LatestDict[str, LinearCost] = LatestDict(limit)
 
     def observe(self, boot_id: str, transport: Transport, num_bytes: int, seconds: float) -> None:
         """transport: how that decode node is reached, as far as is known."""
@@ -126,7 +124,7 @@ class FetchCosts:
             a_gigabyte = 1e9 / TRANSPORTS[transport].bytes_per_second
             prior = (((1.0, 0.0), _FIRST_LATENCY_S), ((1.0, 1e9), a_gigabyte))
             model = LinearCost(sizes=(1e5, 1.0), ridge=(1e-6, 1e-6), prior=prior)
-        remember(self._models, boot_id, model, self._limit)
+        self._models[boot_id] = model
         return model
 
 

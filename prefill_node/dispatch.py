@@ -43,8 +43,8 @@ class Dispatch:
         self._numbers = count(1)
         self._transfers: dict[int, Transfer] = {}
 
-    def start_step(self, step: PrefillStep[HeldAttempt]) -> int:
-        """Have all ranks compute a step, and each send its blocks of it as layers are done. Returns its number."""
+    def start_step(self, step: PrefillStep[HeldAttempt]) -> None:
+        """Have all ranks compute a step, and each send its blocks of it as layers are done."""
         number = next(self._numbers)
         transfers: dict[int, Transfer] = {}
         """By number of the chunk: those that are sent."""
@@ -57,23 +57,20 @@ class Dispatch:
                 transfers[at] = self._new_transfer(attempt, chunk.stop)
         chunks = tuple(_step_chunk(attempt, chunk) for attempt, chunk in step.chunks)
         patience = max((attempt.fetch.patience for attempt, _ in step.chunks if attempt.fetch is not None), default=0.0)
-        blocks = [self._blocks(rank, step, transfers) for rank in range(self.world_size)]
+        blocks = [self._blocks(rank, number, step, transfers) for rank in range(self.world_size)]
         for rank in reversed(range(self.world_size)):
             self._executor.order(rank, Step(number, chunks, blocks[rank], patience))
-        return number
 
-    def start_gather(self, prefixes: Sequence[orders.DividedPrefix]) -> int:
-        """Have all ranks exchange what they have read of prefixes, in a step of its own. Returns its number."""
-        number = next(self._numbers)
-        self._executor.order_all(orders.Gather(number, tuple(prefixes)))
-        return number
+    def start_gather(self, prefixes: Sequence[orders.DividedPrefix]) -> None:
+        """Have all ranks exchange what they have read of prefixes, in a step of its own."""
+        self._executor.order_all(orders.Gather(next(self._numbers), tuple(prefixes)))
 
     def send(self, attempt: HeldAttempt, start: int, stop: int, step: int | None = None) -> None:
-        """Have rank 0 send positions [start, stop), but for those that the decode node has. step: see Send."""
+        """Have rank 0 send positions [start, stop), but for those that the decode node has. step: see BlockToSend."""
         if stop > attempt.start:
             transfer = self._new_transfer(attempt, stop)
             transfer.missing.add(0)
-            self._executor.order(0, orders.Send(attempt.write(transfer.work, max(start, attempt.start), stop), step))
+            self._executor.order(0, attempt.write(transfer.work, max(start, attempt.start), stop, step))
 
     def read(self, attempt: HeldAttempt, grant: FetchGrant, steps_ended: int) -> tuple[int, tuple[int, ...]]:
         """Have ranks read what the decode node lends, each a block. Returns its number, and bounds as `DividedPrefix`.
@@ -120,7 +117,7 @@ class Dispatch:
         return None if transfer is None else transfer.attempt
 
     def block_ended(self, rank: int, report: TransferReport) -> tuple[Transfer, TransferReport] | None:
-        """Count a report. What it completes, if all ranks have reported, and one report of all.
+        """Count a report. Returns the transfer that it completes, with one report of all ranks, or None.
 
         Raises KeyError for a block that is not expected: each is reported once.
         """
@@ -141,7 +138,7 @@ class Dispatch:
         return transfer
 
     def _blocks(
-        self, rank: int, step: PrefillStep[HeldAttempt], transfers: Mapping[int, Transfer]
+        self, rank: int, number: int, step: PrefillStep[HeldAttempt], transfers: Mapping[int, Transfer]
     ) -> tuple[orders.BlockToSend, ...]:
         """What a rank sends of a step."""
         blocks = []
@@ -151,7 +148,7 @@ class Dispatch:
             start, stop = max(chunk.start + tokens.start, attempt.start), chunk.start + tokens.stop
             if at in transfers and start < stop:
                 transfers[at].missing.add(rank)
-                blocks.append(attempt.write(transfers[at].work, start, stop))
+                blocks.append(attempt.write(transfers[at].work, start, stop, number))
         return tuple(blocks)
 
 

@@ -69,6 +69,6 @@ def gather_prefixes(pool: PagedKVPool, rank: int, gather: GatherRows, prefixes: 
 
 
 def cut(bounds: Sequence[int], most: int) -> Iterator[list[range]]:
-    """The positions of blocks, as `DividedPrefix.bounds`, in pieces of at most so many of each block."""
+    """The positions of blocks, as `DividedPrefix.bounds`, in pieces of at most `most` of each block."""
     for first in range(0, max(stop - start for start, stop in pairwise(bounds)), most):
         yield [range(min(start + first, stop), min(start + first + most, stop)) for start, stop in pairwise(bounds)]

@@ -4,13 +4,12 @@ The protocol is in docs/protocol.md. The endpoint sends and repeats messages; th
 """
 
 import time
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 
 import structlog
 
 from base.phase import Phase
-from base.tombstones import remember
+from base.tombstones import LatestDict
 from control import messages
 from control.messages import AttemptId, FetchGrant, FetchRefused, Message, Peer, PrefillFailed, PrefillRequest, Quiesced
 from engine.device import DeviceFailed
@@ -44,7 +43,7 @@ class PrefillEndpoint:
         self._control = shell.control
         self._planner = planner
         self._held = planner.held
-        self._finished: OrderedDict[AttemptId, bool] = OrderedDict()
+        self._finished: LatestDict[AttemptId, bool] = LatestDict(_FINISHED_LIMIT)
         """Attempts of which nothing is in flight, so that a delayed duplicate gets the same answer, and whether their
         writes may linger in the network. Every answer repeats that, since each may be lost."""
         self._decode_nodes = DecodeNodes(shell.control)
@@ -215,7 +214,7 @@ class PrefillEndpoint:
             self._control.answered((what, attempt))
 
     def _finish(self, attempt: HeldAttempt) -> None:
-        """An attempt has ended: repeat nothing of it any more."""
+        """An attempt has ended: stop repeating its messages."""
         for what in attempt.repeated:
             self._control.answered((what, attempt.id))
         self._planner.forget(attempt)
@@ -223,7 +222,7 @@ class PrefillEndpoint:
 
     def _remember(self, attempt: AttemptId, lingering: bool = False) -> None:
         """An attempt is finished."""
-        remember(self._finished, attempt, lingering or self._finished.get(attempt, False), _FINISHED_LIMIT)
+        self._finished[attempt] = lingering or self._finished.get(attempt, False)
 
     def _quiesced(self, attempt: AttemptId) -> Quiesced:
         """The answer to a message that would stop a finished attempt, or start it again."""

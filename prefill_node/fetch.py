@@ -1,4 +1,13 @@
-"""Reads prefixes from decode nodes, and compares what came with its digests."""
+"""Reads prefixes from decode nodes, and compares what came with its digests.
+
+Reads differ from writes in three things:
+
+- The destination is here. It is used for nothing else until the read has ended. Afterwards nothing lands, whatever the
+  outcome is (`MooncakeChannel`), so reads do not linger.
+- The decode node holds the source unchanged until it hears that the read has ended.
+- Another process may have the address by now, or the decode node may have reused the memory. Bytes are used only after
+  they were compared with the decode node's digests.
+"""
 
 import time
 from collections import Counter
@@ -7,26 +16,31 @@ from dataclasses import dataclass
 
 import structlog
 
+from base.metrics import FetchFailure
 from control.messages import Destination, Peer
+from kvcache.layout import buffers_by_layer
 from prefill_node.arrival import PrefixArrival
 from prefill_node.lanes import Lane, Lanes, LaneWork
-from prefill_node.orders import BlockToRead, FetchFailure, TransferReport
+from prefill_node.orders import BlockToRead, TransferReport
 from prefill_node.pool_io import KVSink, StagedRead
 from transfer.checksum import digest
 from transfer.memory import Checksum, Checksums
 from transfer.planner import expand_pages
-from transfer.reader import Reader, ReadReport
-from transfer.writer import Channel, Pipeline
+from transfer.writer import Channel, Outcome, Pipeline, Write
 
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Fetch(LaneWork):
     """A block of a prefix that is read. arrival: hears which layers are here, but not of the end."""
 
     block: BlockToRead
     arrival: PrefixArrival
+
+    def cancel(self) -> None:
+        super().cancel()
+        self.arrival.give_up()
 
 
 class WrongGrant(Exception):
@@ -52,7 +66,7 @@ class FetchPiece:
 def pieces(
     checksums: Checksums, start: int, stop: int, item_lengths: tuple[int, ...], most: int, order: Sequence[int]
 ) -> Iterator[FetchPiece]:
-    """Buffer after buffer, in this order, what is read together: groups that have a digest, at most so many bytes.
+    """What is read together, buffer after buffer in `order`: groups that have a digest, at most `most` bytes.
 
     Raises WrongGrant if the groups do not tile [start, stop) of each buffer, or one of them is larger than that.
     """
@@ -84,10 +98,10 @@ class RunningFetch:
     """Reads a fetch layer by layer, and compares each piece with its digests while the next are read. One thread uses
     it."""
 
-    def __init__(self, fetch: Fetch, reader: Reader, sink: KVSink, page_size: int) -> None:
+    def __init__(self, fetch: Fetch, pipeline: Pipeline, sink: KVSink, page_size: int) -> None:
         self._read = fetch.block
         self._arrival = fetch.arrival
-        self._reader = reader
+        self._pipeline = pipeline
         self._sink = sink
         self._page_size = page_size
         self._report = TransferReport(fetch.block.work)
@@ -117,7 +131,7 @@ class RunningFetch:
             log.exception("fetching failed", **self._read.attempt.log_fields)
             self._fail(f"fetching failed: {error}", "read")
         try:
-            self._reader.drain()
+            self._pipeline.drain()
         except Exception as error:
             log.exception("nobody knows whether a read has ended", **self._read.attempt.log_fields)
             self._fail(f"fetching failed: {error}", "read")
@@ -130,7 +144,7 @@ class RunningFetch:
         read, lengths = self._read, self._sink.buffers.item_lengths
         if read.destination.buffers.item_lengths != lengths:
             raise WrongGrant(f"items of {read.destination.buffers.item_lengths} bytes there, {lengths} here")
-        order = self._arrival.buffers_in_order
+        order = buffers_by_layer(self._arrival.layer_of_buffer)
         return list(pieces(read.checksums, read.start, read.stop, lengths, self._sink.most_bytes, order))
 
     def _layer_of(self, piece: FetchPiece) -> int:
@@ -141,25 +155,32 @@ class RunningFetch:
         rows = expand_pages(read.pages, self._page_size, piece.start, piece.stop)
         slots = read.slots[piece.start - read.start : piece.stop - read.start]
         source = read.destination.buffers.ptrs[piece.buffer]
-        staged = self._sink.stage(piece.buffer, rows, slots, source, self._reader.pipeline)
-        self._reader.post(
-            [staged.reads],
-            may_post=lambda: self._report.error is None and may_post(),
-            on_end=lambda report: self._landed(piece, staged, report),
-            buffer=staged.buffer,
+        staged = self._sink.stage(piece.buffer, rows, slots, source, self._pipeline)
+        reads = staged.reads.cut(self._pipeline.channel.max_bytes)
+        write = Write(
+            on_end=lambda: self._landed(piece, staged, write),
+            go_on=lambda: self._report.error is None and may_post(),
+            kind="read",
         )
+        try:
+            self._pipeline.post(write, reads, staged.buffer)
+        except Exception:
+            write.is_aborted = True
+            raise
+        finally:
+            self._pipeline.close(write)
 
-    def _landed(self, piece: FetchPiece, staged: StagedRead, report: ReadReport) -> None:
-        self._report.num_bytes += report.num_bytes
-        self._report.in_flight |= report.in_flight
-        if report.error is not None:
-            self._fail(report.error, "read")
-        elif self._report.error is None:
-            try:
+    def _landed(self, piece: FetchPiece, staged: StagedRead, write: Write) -> None:
+        self._report.num_bytes += write.num_bytes
+        self._report.in_flight |= write.outcome is Outcome.UNKNOWN
+        try:
+            if (error := self._pipeline.failure_reason(write)) is not None:
+                self._fail(error, "read")
+            elif self._report.error is None:
                 self._verify(piece, staged)
-            except Exception as error:
-                log.exception("fetching failed", **self._read.attempt.log_fields)
-                self._fail(f"fetching failed: {error}", "read")
+        except Exception as error:
+            log.exception("fetching failed", **self._read.attempt.log_fields)
+            self._fail(f"fetching failed: {error}", "read")
 
     def _verify(self, piece: FetchPiece, staged: StagedRead) -> None:
         for checksum in piece.checksums:
@@ -206,7 +227,7 @@ class Fetcher(Lanes[Fetch, KVSink]):
 
     def post(self, lane: Lane[Fetch, KVSink], pipeline: Pipeline, work: Fetch) -> None:
         """Returns when nothing of it lands any more."""
-        running = RunningFetch(work, Reader(pipeline.channel, pipeline), lane.lent(), self._page_size)
+        running = RunningFetch(work, pipeline, lane.lent(), self._page_size)
         report = running.run(lambda: lane.may_post(work, lambda: self._steps_ended() >= work.block.after))
         if report.in_flight or pipeline.lost_track:
             lane.keep()

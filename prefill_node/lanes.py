@@ -5,7 +5,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import structlog
@@ -46,18 +46,21 @@ class DecodeNodes:
 
 
 LEASE_S = 2.0
-"""Nothing is posted to a decode node after so long without an answered ping: its address may be another process's."""
+"""Without an answered ping for this long, nothing is posted to a decode node: its address may be another process's."""
 _LOOK_S = 0.02
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LaneWork:
-    """A block that is sent or read. is_wanted: asked again and again. report: called once, on any thread, when all has
-    ended as far as can be known."""
+    """A block that is sent or read. report: called once, on any thread, when all of it has ended, or never will."""
 
     block: TransferBlock
-    is_wanted: Callable[[], bool]
     report: Callable[[TransferReport], None]
+    is_cancelled: bool = field(default=False, init=False)
+
+    def cancel(self) -> None:
+        """Post nothing more of it. Any thread may call it."""
+        self.is_cancelled = True
 
 
 WorkT = TypeVar("WorkT", bound=LaneWork)
@@ -135,7 +138,7 @@ class Lane(Generic[WorkT, BuffersT]):
         self._pipeline: Pipeline | None = None
         self._buffers: BuffersT | None = None
         self._unreported: dict[int, WorkT] = {}
-        """What was taken, by its number."""
+        """Work that was taken and not reported, by its number."""
 
     def lent(self) -> BuffersT:
         """The buffers of this lane."""
@@ -145,7 +148,7 @@ class Lane(Generic[WorkT, BuffersT]):
 
     def may_post(self, work: WorkT, is_ready: Callable[[], bool] = lambda: True) -> bool:
         """Wait while the decode node may be dead, or work is not ready. Whether it is still wanted then."""
-        while work.is_wanted():
+        while not work.is_cancelled:
             if self._lanes.silence(self._decode) < LEASE_S and is_ready():
                 return True
             time.sleep(_LOOK_S)
@@ -189,7 +192,7 @@ class Lane(Generic[WorkT, BuffersT]):
     def _serve(self, work: WorkT) -> None:
         number, fields = work.block.work, work.block.attempt.log_fields
         self._unreported[number] = work
-        if not work.is_wanted():
+        if work.is_cancelled:
             self.report(TransferReport(number, error="aborted"))
             return
         try:

@@ -1,9 +1,8 @@
 """Which requests a prefill node accepts, and which destinations."""
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
-from base.tombstones import remember
+from base.tombstones import LatestDict
 from control.messages import Destination, ModelIdentity, Peer, PrefillRequest
 from control.prompt_logprobs import too_many
 from transfer.choices import Transport
@@ -53,13 +52,11 @@ class Destinations:
 
     def __init__(self, limit: int = 4096) -> None:
         """limit: processes that are remembered, the last ones."""
-        self._limit = limit
-        self._of_boot: OrderedDict[str, Destination] = OrderedDict()
+        self._of_boot: LatestDict[str, Destination] = LatestDict(limit)
 
     def rejection_reason(self, decode: Peer, named: Destination) -> str | None:
         """How a destination differs from the one that the process offered first, or None. The first call counts."""
-        known = self._of_boot.get(decode.boot_id, named)
-        remember(self._of_boot, decode.boot_id, known, self._limit)
+        known = self._of_boot[decode.boot_id] = self._of_boot.get(decode.boot_id, named)
         differing = [name for name in Destination.model_fields if getattr(known, name) != getattr(named, name)]
         if not differing:
             return None

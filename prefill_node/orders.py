@@ -5,21 +5,18 @@ all ranks use: a number means one thing as long as the node lives.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Self, get_args
 
 import numpy as np
 from pydantic import PlainSerializer, PlainValidator
 
+from base.metrics import FetchFailure
 from control.messages import AttemptId, Destination, Peer
 from control.prompt_logprobs import PromptLogprobs
 from engine.device import DeviceFailed
 from ranks.executor import DataclassCodec, LineCodec
 from transfer.memory import Checksum, Checksums
 from transfer.planner import Int64s
-
-FetchFailure = Literal["refused", "read", "checksum", "timeout"]
-"""Why a fetch fails: the decode node does not lend, a read failed, the bytes are not those that the decode node has
-hashed, or it took too long."""
 
 
 def _from_bytes(data: object) -> Int64s:
@@ -57,7 +54,10 @@ class TransferBlock:
 
 @dataclass(frozen=True, eq=False)
 class BlockToSend(TransferBlock):
-    """To be written to the decode node."""
+    """To be written to the decode node. It is in the pages already, or the step of number `step` computes it, which may
+    be under way."""
+
+    step: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,14 +106,6 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Send:
-    """Send what is in the pages already, or what a step computes that may be under way. step: its number."""
-
-    write: BlockToSend
-    step: int | None = None
-
-
-@dataclass(frozen=True)
 class DividedPrefix:
     """Positions of an attempt that ranks have read: rank r those of [bounds[r], bounds[r + 1]), which may be none.
 
@@ -151,7 +143,7 @@ class End:
     """The node ends in peace: nothing is in flight."""
 
 
-Order = Step | Send | BlockToRead | Gather | CancelTransfers | Serve | End
+Order = Step | BlockToSend | BlockToRead | Gather | CancelTransfers | Serve | End
 
 # --- reports ---
 

@@ -1,18 +1,17 @@
-"""Plans what the workers of a prefill node compute, send and fetch, and counts what they report.
+"""Plans what the workers of a prefill node compute, send and fetch.
 
 It owns the held attempts and their pages. The calling loop neither computes nor sends: workers do, through an executor,
-and report. A gather is a step, too.
+and report.
 """
 
 import time
-from dataclasses import dataclass
 
 import structlog
 
 from base.metrics import Metrics
 from base.tracing import NO_TRACER, Tracer
 from control.messages import AttemptId, FetchGrant, FetchRefused, Peer, PrefillRequest, Progress, Quiesced
-from engine.chunked import ChunkedPrefill, PrefillStep
+from engine.chunked import ChunkedPrefill
 from engine.device import DeviceFailed
 from prefill_node.attempt import HeldAttempt, HeldState, Update
 from prefill_node.config import FetchPolicy
@@ -20,7 +19,8 @@ from prefill_node.dispatch import Dispatch, Transfer
 from prefill_node.offer import Destinations, Offer
 from prefill_node.orders import End, LayersRead, Order, Report, StepEnded, TransferReport
 from prefill_node.prefixes import PrefixFetches
-from prefill_node.spans import record_chunk, record_compute, record_transfer
+from prefill_node.steps import PrefillSteps
+from prefill_node.telemetry import record_computed, record_sent, set_gauges
 from ranks.barrier import GroupFailed
 from ranks.executor import Executor
 
@@ -28,19 +28,6 @@ log = structlog.get_logger(__name__)
 
 MAX_DECODE_NODES = 64
 """That have attempts here: each takes threads, buffers and connections."""
-_LABELS = sorted({state.label for state in HeldState} - {HeldState.ENDED.label})
-
-
-@dataclass(frozen=True)
-class _Running:
-    """The step that is under way, or the attempts whose prefixes are gathered."""
-
-    number: int
-    started_at: float
-    step: PrefillStep[HeldAttempt]
-    gathered: list[HeldAttempt]
-    may_wait: bool
-    """Whether it waits for layers that are read: then it does not tell what computing takes."""
 
 
 class PrefillPlanner:
@@ -79,10 +66,7 @@ class PrefillPlanner:
             self._updates.append,
         )
         self._dispatch = Dispatch(executor)
-        self._running: _Running | None = None
-        self._steps_ended = 0
-        self._passes = 0
-        """Steps that were started."""
+        self._steps = PrefillSteps(prefill, self._dispatch, self._fetches, metrics)
 
     # --- for the endpoint ---
 
@@ -147,7 +131,7 @@ class PrefillPlanner:
         """The decode node lends what `FetchRequest` has asked for, or does not. The attempt may have ended."""
         fetch = self._fetches.answered(answer)
         if fetch is not None and isinstance(answer, FetchGrant):
-            fetch.work, fetch.bounds = self._dispatch.read(fetch.by, answer, self._steps_ended)
+            fetch.work, fetch.bounds = self._dispatch.read(fetch.by, answer, self._steps.ended)
 
     def poll(self) -> list[Update]:
         """Do what can be done now, and return what has happened since the last call. Never waits.
@@ -175,7 +159,7 @@ class PrefillPlanner:
     def progress(self, attempts: tuple[AttemptId, ...]) -> Progress:
         """The progress of those of these attempts that are held."""
         computed = tuple((attempt, self.held[attempt].computed) for attempt in attempts if attempt in self.held)
-        return Progress(computed=computed, current_pass=None if self._running is None else self._passes)
+        return Progress(computed=computed, current_pass=None if self._steps.is_idle else self._steps.started)
 
     def keep_connected(self, decode_nodes: set[Peer]) -> None:
         """Close the connections to other decode nodes, once nothing waits to be sent there."""
@@ -187,16 +171,7 @@ class PrefillPlanner:
 
     def refresh_metrics(self) -> None:
         """Bring the gauges up to date for a scrape. Any thread may call it."""
-        pool, free, cached = self._prefill.pool, self._prefill.pool.free_pages, self._prefill.pages.cached_pages
-        self._metrics.prefill_pages.labels("free").set(free)
-        self._metrics.prefill_pages.labels("cached").set(cached)
-        used = max(0, pool.num_pages - free - cached)
-        self._metrics.prefill_pages.labels("used").set(used)
-        self._metrics.kv_usage.set(used / pool.num_pages)
-        self._metrics.prompt_tokens_waiting.set(self.queued_tokens)
-        labels = [attempt.state.label for attempt in list(self.held.values())]
-        for label in _LABELS:
-            self._metrics.requests.labels(label).set(labels.count(label))
+        set_gauges(self._metrics, self._prefill, list(self.held.values()))
 
     # --- steps ---
 
@@ -205,9 +180,9 @@ class PrefillPlanner:
         for attempt in self._prefill.start_waiting():
             self._fetches.consider(attempt)
         step = None
-        if self._running is None:
+        if self._steps.is_idle:
             if to_gather := self._fetches.take_read():
-                self._run(PrefillStep([]), to_gather)
+                self._steps.gather(to_gather)
             else:
                 self._fetches.join()
                 step = self._prefill.plan()
@@ -215,50 +190,15 @@ class PrefillPlanner:
             if attempt.state is HeldState.COMPUTING:
                 self._advance(attempt)
         if step is not None:
-            self._run(step, [])
-
-    def _run(self, step: PrefillStep[HeldAttempt], gathered: list[HeldAttempt]) -> None:
-        """Have the ranks compute a step, or exchange the prefixes of attempts."""
-        may_wait = any(attempt.state is HeldState.JOINED for attempt, _ in step.chunks)
-        if gathered:
-            number = self._dispatch.start_gather(list(map(self._fetches.divided, gathered)))
-        else:
-            number = self._dispatch.start_step(step)
-        for attempt, _ in step.chunks:
-            attempt.begin()
-        self._running = _Running(number, time.monotonic(), step, gathered, may_wait)
-        self._passes += 1
+            self._steps.compute(step)
 
     def _on_step_ended(self, ended: StepEnded) -> None:
         """Raises DeviceFailed and GroupFailed."""
-        running, self._running = self._running, None
-        assert running is not None
         if ended.error is not None and not self.has_failed:
             self._executor.step_failed(ended.error)
-        self._steps_ended += 1
-        for attempt in running.gathered:
-            self._fetches.on_gathered(attempt)
-            self._advance(attempt)
-        chunks = running.step.chunks
-        # A chunk after a prefix that did not come was computed where the attempt does not stand any more.
-        void = {each for at, (each, chunk) in enumerate(chunks) if at in ended.void or each.computed != chunk.start}
-        if ended.error is None:
-            self._prefill.complete(running.step, without=void)
-            if chunks and not running.may_wait:
-                ranges = [(chunk.start, chunk.stop) for _, chunk in chunks]
-                self._fetches.compute_cost.observe(ranges, time.monotonic() - running.started_at)
-        for at, (attempt, chunk) in enumerate(chunks):
-            attempt.in_flight.discard(ended.number)
-            record_chunk(attempt, chunk, running.step, running.started_at, ended.error, attempt in void)
+        for attempt in self._steps.end(ended):
             if ended.error is not None:
                 self.stop(attempt, ended.error)
-            elif attempt in void:
-                log.info("step is void: the prefix did not come in time", **attempt.id.log_fields)
-                self._fetches.on_void(attempt)
-            else:
-                self._metrics.prompt_tokens.inc(chunk.stop - chunk.start)
-                if (found := ended.prompt_logprobs.get(at)) is not None:
-                    attempt.unsent_logprobs.append(found)
             self._advance(attempt)
         if ended.device_failed is not None:
             raise ended.device_failed
@@ -315,9 +255,7 @@ class PrefillPlanner:
             if not attempt.remaining:
                 attempt.computed_at = time.monotonic()
                 attempt.move(HeldState.SENDING)
-                self._metrics.prefix_cache_queries.labels("prefill").inc(attempt.num_tokens)
-                self._metrics.prefix_cache_hits.labels("prefill").inc(attempt.cached)
-                record_compute(attempt)
+                record_computed(attempt, self._metrics)
         if attempt.in_flight:
             return
         if attempt.state is HeldState.STOPPING:
@@ -329,29 +267,7 @@ class PrefillPlanner:
         elif attempt.state is HeldState.SENDING:
             attempt.move(HeldState.SENT)
             self._updates.append(attempt.done())
-            self._note_stages(attempt)
-            say = log.info if attempt.lingering else log.debug
-            say(
-                "sent",
-                cached=attempt.cached,
-                fetched=attempt.fetched,
-                bytes=attempt.num_bytes,
-                descriptors=attempt.num_descriptors,
-                seconds=round(attempt.seconds, 4),
-                after_compute=round(time.monotonic() - attempt.computed_at, 4),
-                lingering=attempt.lingering,
-                **attempt.id.log_fields,
-            )
-
-    def _note_stages(self, attempt: HeldAttempt) -> None:
-        begun = attempt.begun_at or attempt.computed_at
-        self._metrics.note_stages(
-            attempt.num_tokens,
-            prefill_queue=begun - attempt.arrived_at,
-            prefill=attempt.computed_at - begun,
-            transfer=time.monotonic() - attempt.computed_at,
-        )
-        record_transfer(attempt)
+            record_sent(attempt, self._metrics)
 
     def _send_cached(self, attempt: HeldAttempt) -> None:
         """In pieces of the size of chunks, so that the decode node verifies one while the next is sent."""

@@ -29,7 +29,7 @@ def fit_pages(config: PrefillConfig, spec: ModelSpec, ranks: Ranks, to_load: int
 
 
 def plan_pages(config: PrefillConfig, spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, int]:
-    """`fit_pages` once the weights are loaded; logs why so many."""
+    """`fit_pages` once the weights are loaded; logs the reason for their number."""
     if split := device_split(ranks.device, config.mem_fraction_static):
         log.info("sized", what=split)
     spec, pages = fit_pages(config, spec, ranks)

@@ -145,9 +145,6 @@ class Reading:
     page_size: int
     checksums: ChecksumMode
 
-    def buffers_in_order(self) -> list[int]:
-        return sorted(range(len(self.layer_of_buffer)), key=lambda buffer: self.layer_of_buffer[buffer])
-
 
 _HOST_BYTES = 8 << 20
 """Of one piece: enough to be worth the planning, and few enough that digests are compared while the next is read."""

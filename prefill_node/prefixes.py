@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 import structlog
 import torch
 
-from base.metrics import Metrics
+from base.metrics import FetchFailure, Metrics
 from control.messages import AttemptId, FetchDone, FetchGrant, FetchRefused, FetchRequest
 from engine.chunked import ChunkedPrefill
 from prefill_node.arrival import arrives_in_time, pass_patience
 from prefill_node.attempt import HeldAttempt, HeldState, PrefixFetch
 from prefill_node.config import FetchPolicy
 from prefill_node.costs import ComputeCost, FetchCosts
-from prefill_node.orders import DividedPrefix, FetchFailure, TransferReport
+from prefill_node.orders import DividedPrefix, TransferReport
 from transfer.choices import Transport
 
 log = structlog.get_logger(__name__)
@@ -67,7 +67,7 @@ class PrefixFetches:
     def consider(self, attempt: HeldAttempt) -> None:
         """Ask for the prefix of an attempt that was just started, if that is better than to compute it."""
         start, stop = attempt.computed, attempt.start
-        if self.policy == "never" or not self._prefill.pages.is_on or not attempt.reuse or attempt.in_flight:
+        if self.policy == "never" or self._prefill.pages.prefixes is None or not attempt.reuse or attempt.in_flight:
             return
         if attempt.state is not HeldState.COMPUTING or stop - start < LEAST_TOKENS:
             return
@@ -83,7 +83,7 @@ class PrefixFetches:
         attempt.fetch = PrefixFetch(by or attempt, start, stop, now, now + patience)
 
     def answered(self, answer: FetchGrant | FetchRefused) -> PrefixFetch | None:
-        """What is to be read now, if the decode node lends it. Computed is what it does not lend."""
+        """Return the fetch to read now; None if the decode node does not lend the prefix, which is computed then."""
         attempt = self._held.get(answer.attempt)
         if attempt is None or attempt.state is not HeldState.ASKING:
             return None
@@ -146,7 +146,7 @@ class PrefixFetches:
         self._finish(attempt, report)
 
     def stopped(self, attempt: HeldAttempt, was: HeldState) -> None:
-        """The attempt was given up. What is not being read or exchanged is over."""
+        """The attempt was given up. A fetch of which nothing is being read or exchanged ends."""
         fetch = attempt.fetch
         if fetch is not None and was in (HeldState.WAITING, HeldState.ASKING, HeldState.READ):
             attempt.in_flight.discard(fetch.work or 0)
@@ -189,7 +189,7 @@ class PrefixFetches:
         return next(transport for transport in self._transports if transport in attempt.destination.transports)
 
     def _learn(self, attempt: HeldAttempt, seconds: float, num_bytes: int | None = None) -> None:
-        """A fetch has taken so long. num_bytes: that had come when it was given up. If none had, all would have taken
+        """Learn what a fetch has taken. num_bytes: read when it was given up; if 0, all of it would have taken
         longer."""
         fetch = _fetch_of(attempt)
         if not num_bytes:
@@ -198,7 +198,7 @@ class PrefixFetches:
         self.fetch_costs.observe(attempt.decode.boot_id, self._transport_to(attempt), num_bytes, seconds)
 
     def _finish(self, attempt: HeldAttempt, report: TransferReport) -> list[tuple[int, int, int]]:
-        """Nothing of a fetch lands any more, as far as can be known. See `on_read`."""
+        """A fetch has ended, or nobody will ever know whether it has. Returns as `on_read`."""
         fetch = _fetch_of(attempt)
         assert fetch.work is not None
         if not report.in_flight:

@@ -123,7 +123,7 @@ def _is_caching(config: PrefillConfig) -> bool:
 
 
 def warm_up(model: SparseModel, pool: PagedKVPool, tokens: int) -> None:
-    """Compute a chunk of so many tokens, as far as they fit: what happens at a first use takes longer than a step may.
+    """Compute a chunk of `tokens` tokens, or as many as fit: a first use may take longer than the step timeout.
 
     To be called before the pool is used.
     """

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import structlog
 
 from control.messages import Destination, Peer
+from kvcache.layout import buffers_by_layer
 from prefill_node.compute import ForwardProgress, NotComputed
 from prefill_node.lanes import Lane, Lanes, LaneWork
 from prefill_node.orders import BlockToSend, TransferReport
@@ -18,21 +19,15 @@ from transfer.checksum import digest, sampled
 from transfer.memory import Checksum
 from transfer.planner import Descriptors
 from transfer.transports import packing_of
-from transfer.writer import Channel, Outcome, Pipeline, TransferError, Write
+from transfer.writer import Channel, Outcome, Pipeline, Write
 
 log = structlog.get_logger(__name__)
 
 _IN_PLACE_BYTES = 32 << 20
 """Of one batch at most: aborts take effect between batches."""
-_WHAT_FAILED = {
-    Outcome.FAILED: "the decode node's transport cannot be reached or refuses a write",
-    Outcome.CUT: "the connection was lost",
-    Outcome.GIVEN_UP: "the transport gave a write up",
-    Outcome.UNKNOWN: "nobody knows whether a write has ended",
-}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Chunk(LaneWork):
     """A block of a chunk that is sent. progress: of the forward pass that computes it."""
 
@@ -40,26 +35,21 @@ class Chunk(LaneWork):
     progress: ForwardProgress
 
 
+@dataclass(eq=False)
 class OutgoingChunk:
     """Posts a chunk layer by layer as its forward pass finishes the layers.
 
-    `ring` lends the lane's send buffers if they are needed. `report` is called once, when all writes have ended.
+    lend_ring: lends the lane's send buffers if they are needed. report: called once, when all writes have ended.
     """
 
-    def __init__(
-        self,
-        chunk: Chunk,
-        reading: Reading,
-        pipeline: Pipeline,
-        ring: Callable[[], SendRing],
-        report: Callable[[TransferReport], None],
-    ) -> None:
-        self._chunk = chunk
-        self._reading = reading
-        self._pipeline = pipeline
-        self._lend_ring = ring
-        self._report = report
-        self._result = TransferReport(chunk.block.work)
+    chunk: Chunk
+    reading: Reading
+    pipeline: Pipeline
+    lend_ring: Callable[[], SendRing]
+    report: Callable[[TransferReport], None]
+
+    def __post_init__(self) -> None:
+        self._result = TransferReport(self.chunk.block.work)
 
     def post(self, may_post: Callable[[], bool]) -> None:
         """Post all writes, until the chunk is no longer wanted. Never raises: errors are reported.
@@ -69,18 +59,15 @@ class OutgoingChunk:
         write = Write(on_end=lambda: self._end(write), go_on=lambda: self._go_on(may_post))
         try:
             for batch, buffer in self._batches():
-                self._result.num_bytes += int(batch.lengths.sum())
-                self._result.num_descriptors += len(batch.lengths)
-                if not self._pipeline.post(write, batch, buffer):
-                    self._result.error = "aborted"
+                if not self.pipeline.post(write, batch, buffer):
                     break
         except NotComputed:
-            self._result.error = "aborted"
+            write.is_aborted = True
         except Exception as error:
             # A bug costs the request, not the lane: the node waits for a report of every chunk.
-            log.exception("sending failed", **self._chunk.block.attempt.log_fields)
+            log.exception("sending failed", **self.chunk.block.attempt.log_fields)
             self._result.error = f"sending failed: {error}"
-        self._pipeline.close(write)
+        self.pipeline.close(write)
 
     def _go_on(self, may_post: Callable[[], bool]) -> bool:
         with self._waiting():
@@ -101,42 +88,38 @@ class OutgoingChunk:
         """All writes have ended, as far as will ever be known."""
         result = self._result
         result.ended_at = time.monotonic()
+        result.num_bytes, result.num_descriptors = write.num_bytes, write.num_descriptors
         result.lingering = write.lingers
         result.in_flight = write.outcome is Outcome.UNKNOWN
-        if write.outcome is not Outcome.LANDED:
-            result.error = _WHAT_FAILED[write.outcome]
-        elif result.error is None:
-            try:
-                self._pipeline.channel.check()
-            except TransferError as error:
-                result.error = str(error)
-            except Exception as error:
-                log.exception("nobody knows whether the decode node lives", **self._chunk.block.attempt.log_fields)
-                result.error = f"sending failed: {error}"
+        try:
+            result.error = self.pipeline.failure_reason(write) or result.error
+        except Exception as error:
+            log.exception("nobody knows whether the decode node lives", **self.chunk.block.attempt.log_fields)
+            result.error = f"sending failed: {error}"
         if result.error is not None and result.error != "aborted":
-            decode, fields = self._chunk.block.decode.address, self._chunk.block.attempt.log_fields
+            decode, fields = self.chunk.block.decode.address, self.chunk.block.attempt.log_fields
             log.warning("transfer failed", decode=decode, error=result.error, **fields)
-        self._report(result)
+        self.report(result)
 
     def _batches(self) -> Iterator[tuple[Descriptors, SendBuffer | None]]:
         """What to post, and the send buffer that it is read from, if any."""
-        block, reading = self._chunk.block, self._reading
-        channel = self._pipeline.channel
+        block, reading = self.chunk.block, self.reading
+        channel = self.pipeline.channel
         plan = ChunkPlan(block.pages, reading.page_size, block.slots, block.start, block.stop, channel.max_bytes)
         if plan.should_pack(packing_of(channel.transport, reading.source.in_host_memory)):
-            yield from self._packed(plan, self._lend_ring())
+            yield from self._packed(plan, self.lend_ring())
         else:
             for batch in self._in_place(plan):
                 yield batch, None
 
     def _packed(self, plan: ChunkPlan, ring: SendRing) -> Iterator[tuple[Descriptors, SendBuffer]]:
         """Each part by way of a send buffer."""
-        source, targets = self._reading.source, self._chunk.block.destination.buffers.ptrs
-        for buffer in self._reading.buffers_in_order():
+        source, targets = self.reading.source, self.chunk.block.destination.buffers.ptrs
+        for buffer in buffers_by_layer(self.reading.layer_of_buffer):
             self._await_layer(buffer)
             item_bytes = source.buffers.item_lengths[buffer]
             for part in plan.parts(max(1, BUFFER_BYTES // item_bytes)):
-                into = ring.take(self._pipeline)
+                into = ring.take(self.pipeline)
                 source.gather(buffer, part, into)
                 if positions := self._sampled(buffer, part):
                     start, stop = positions
@@ -147,7 +130,7 @@ class OutgoingChunk:
 
     def _in_place(self, plan: ChunkPlan) -> Iterator[Descriptors]:
         """Straight from the pool, as many buffers at a time as are complete."""
-        source, targets = self._reading.source, self._chunk.block.destination.buffers.ptrs
+        source, targets = self.reading.source, self.chunk.block.destination.buffers.ptrs
         for buffers in self._complete_buffers():
             item_bytes = source.buffers.item_lengths[buffers[0]]
             for part in plan.parts(max(1, _IN_PLACE_BYTES // item_bytes)):
@@ -161,9 +144,9 @@ class OutgoingChunk:
 
     def _complete_buffers(self) -> Iterator[list[int]]:
         """All buffers, in order; complete ones of one item size together, as far as they fit a batch."""
-        item_lengths = self._reading.source.buffers.item_lengths
-        num_items = self._chunk.block.stop - self._chunk.block.start
-        ahead = deque(self._reading.buffers_in_order())
+        item_lengths = self.reading.source.buffers.item_lengths
+        num_items = self.chunk.block.stop - self.chunk.block.start
+        ahead = deque(buffers_by_layer(self.reading.layer_of_buffer))
         while ahead:
             buffers = [ahead.popleft()]
             item_bytes = item_lengths[buffers[0]]
@@ -178,18 +161,18 @@ class OutgoingChunk:
             yield buffers
 
     def _is_complete(self, buffer: int) -> bool:
-        return self._chunk.progress.is_done(self._reading.layer_of_buffer[buffer])
+        return self.chunk.progress.is_done(self.reading.layer_of_buffer[buffer])
 
     def _await_layer(self, buffer: int) -> None:
         if self._is_complete(buffer):
             return
         # The wait may be long. Meanwhile earlier writes, also those of other chunks, must be reported when they end.
-        self._pipeline.drain()
+        self.pipeline.drain()
         with self._waiting():
-            self._chunk.progress.wait(self._reading.layer_of_buffer[buffer], lambda: not self._chunk.is_wanted())
+            self.chunk.progress.wait(self.reading.layer_of_buffer[buffer], lambda: self.chunk.is_cancelled)
 
     def _sampled(self, buffer: int, part: ChunkPart) -> tuple[int, int] | None:
-        return sampled(self._reading.checksums, part.start, part.stop, buffer)
+        return sampled(self.reading.checksums, part.start, part.stop, buffer)
 
 
 class Sender(Lanes[Chunk, SendRing]):

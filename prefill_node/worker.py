@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import structlog
@@ -30,14 +30,6 @@ from transfer.choices import ChecksumMode
 from transfer.transports import Transports
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(eq=False)
-class _Block:
-    """A block that is being sent or read. arrival: of its layers, if it is read."""
-
-    arrival: PrefixArrival | None = None
-    is_cancelled: bool = False
 
 
 class PrefillWorker:
@@ -72,13 +64,13 @@ class PrefillWorker:
         reading = Reading(source, layer_of_buffer, pool.page_size, checksums)
         self._sender = Sender(reading, rings, transports.connect, silence)
         self._fetcher = Fetcher(
-            transports.connect_to_read,
+            partial(transports.connect, reading=True),
             silence,
             new_sink=lambda: HostSink(layers) if on_host else DeviceSink(layers, rings),
             page_size=pool.page_size,
             steps_ended=lambda: self._compute.tasks_ended,
         )
-        self._blocks: dict[int, _Block] = {}
+        self._transfers: dict[int, Chunk | Fetch] = {}
         """By number: those that are under way."""
         self._over = ForwardProgress.over(self._device, pool.layout.num_layers)
         self._last_step = 0, self._over
@@ -88,18 +80,15 @@ class PrefillWorker:
         match order:
             case Step():
                 self._start(order)
-            case orders.Send(write=write, step=step):
-                number, progress = self._last_step
-                self._send(write, progress if step == number else self._over)
+            case orders.BlockToSend():
+                self._send(order)
             case orders.BlockToRead():
                 self._read(order)
             case orders.Gather():
                 self._compute.start(order.number, "gathering", lambda: self._exchange(order))
             case orders.CancelTransfers(works=works):
-                for block in filter(None, map(self._blocks.get, works)):
-                    block.is_cancelled = True
-                    if block.arrival is not None:
-                        block.arrival.give_up()
+                for transfer in filter(None, map(self._transfers.get, works)):
+                    transfer.cancel()
             case orders.Serve(decode_nodes=decode_nodes):
                 boot_ids = {decode.boot_id for decode in decode_nodes}
                 self._sender.keep_only(boot_ids)
@@ -108,11 +97,11 @@ class PrefillWorker:
                 pass
 
     def close(self, timeout: float) -> bool:
-        """See Worker. No pass waits for a prefix any more. What has not ended in time ends with the process."""
+        """See Worker. No pass waits for a prefix any more. Work that has not ended in time ends with the process."""
         deadline = time.monotonic() + timeout
-        for block in list(self._blocks.values()):
-            if block.arrival is not None:
-                block.arrival.give_up()
+        for transfer in list(self._transfers.values()):
+            if isinstance(transfer, Fetch):
+                transfer.arrival.give_up()
         self._fetcher.keep_only(set())
         if not (is_sent := self._sender.stop(timeout)):
             log.warning("writes are still in flight; the worker's end stops them")
@@ -125,31 +114,33 @@ class PrefillWorker:
         self._last_step = step.number, progress
         arrivals = {}
         for number, chunk in enumerate(step.chunks):
-            block = None if chunk.awaits is None else self._blocks.get(chunk.awaits)
             # A prefix that has ended is complete, or the planner knows that it is not.
-            if block is not None and block.arrival is not None:
-                arrivals[number] = block.arrival
+            if chunk.awaits is not None and isinstance(fetch := self._transfers.get(chunk.awaits), Fetch):
+                arrivals[number] = fetch.arrival
         awaited = AwaitedPrefixes(arrivals, len(step.chunks), step.patience)
         self._compute.start(step.number, "prefill", lambda: self._queue(step, progress, awaited), progress.fail)
         for write in step.writes:
-            self._send(write, progress)
+            self._send(write)
 
-    def _send(self, write: orders.BlockToSend, progress: ForwardProgress) -> None:
-        block = self._blocks[write.work] = _Block()
-        self._sender.submit(Chunk(write, lambda: not block.is_cancelled, self._block_ended, progress))
+    def _send(self, write: orders.BlockToSend) -> None:
+        last_step, progress = self._last_step
+        if write.step != last_step:
+            progress = self._over
+        chunk = self._transfers[write.work] = Chunk(write, self._block_ended, progress)
+        self._sender.submit(chunk)
 
     def _read(self, read: orders.BlockToRead) -> None:
         arrival = PrefixArrival(
             self._pool.layout.layer_of_buffer, read.work, self._report if read.reports_layers else None
         )
-        block = self._blocks[read.work] = _Block(arrival)
 
         def ended(report: TransferReport) -> None:
             if report.error is not None:
                 arrival.give_up()
             arrival.end(lambda in_time: self._block_ended(replace(report, in_time=in_time)))
 
-        self._fetcher.submit(Fetch(read, lambda: not block.is_cancelled, ended, arrival))
+        fetch = self._transfers[read.work] = Fetch(read, ended, arrival)
+        self._fetcher.submit(fetch)
 
     # --- on other threads ---
 
@@ -182,7 +173,7 @@ class PrefillWorker:
         return partial(StepEnded, gather.number)
 
     def _block_ended(self, report: TransferReport) -> None:
-        self._blocks.pop(report.work, None)
+        self._transfers.pop(report.work, None)
         self._report(report)
 
 

@@ -62,7 +62,7 @@ class DataclassCodec(Generic[KindT]):
 class RankLine(Generic[SentT, ReceivedT]):
     """One end of what rank 0 and another rank tell each other in addition to collectives: values, in order.
 
-    Sending never waits: the other rank may be stopped. What was sent comes as long as both ranks live. rank: the other
+    Sending never waits: the other rank may be stopped. Values arrive as long as both ranks live. rank: the other
     one. receive: called with each value, in order, on a thread of the line. failed: called with the reason, on a thread
     of the line, if something else came, or a value cannot be sent; the line is closed then.
     """
@@ -121,7 +121,7 @@ class Worker(Protocol[OrderT_contra]):
         """Begin with an order. Never waits."""
 
     def close(self, timeout: float) -> bool:
-        """End once what was ordered has ended. Whether it has within so many seconds."""
+        """End once what was ordered has ended. Whether it has within `timeout` seconds."""
 
 
 class Executor(Generic[OrderT, ReportT]):
@@ -185,5 +185,5 @@ class Executor(Generic[OrderT, ReportT]):
         self._ranks.leave()
 
     def close(self, timeout: float) -> bool:
-        """End rank 0's worker. Whether all that it was ordered to do has ended within so many seconds."""
+        """End rank 0's worker. Whether all of its orders have ended within `timeout` seconds."""
         return self._worker.close(timeout)

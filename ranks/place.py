@@ -65,7 +65,7 @@ class RankPlace:
 
     @classmethod
     def taken(cls, environment: MutableMapping[str, str] = os.environ) -> "RankPlace | None":
-        """The place of this process; None if it is in no group. What it starts itself does not inherit it."""
+        """The place of this process; None if it is in no group. Processes that it starts do not inherit the place."""
         text = environment.pop(VARIABLE, None)
         if text is None:
             return None

@@ -2,9 +2,9 @@
 
 Ranks of one host share what they inherit. Those of several hosts meet at a store of torch.distributed, which rank 0
 serves at the address that all were given. It asks for no key, as the collectives' own connections do not: who reaches
-them can disturb the group. What ranks send each other beside collectives goes over connections of which both ends have
-shown that they know the secret, and whose frames nobody else can make (`ranks/sealed_socket.py`). Without keys there is
-no secret, and anybody can do both.
+them can disturb the group. What ranks send each other in addition to collectives goes over connections that
+authenticate both ends and each frame (`ranks/sealed_socket.py`). Without keys there is no secret, and anybody can do
+both.
 """
 
 import hashlib
@@ -170,7 +170,7 @@ def _inherited_lines(place: RankPlace) -> dict[int, SealedSocket]:
 
 
 def _called(store: Store, key: bytes, caller: Caller) -> tuple[SealedSocket, float]:
-    """See `call`. Raises StartupError if whoever answers is not that rank."""
+    """See `call`. Raises StartupError if the process that answers is not that rank."""
     host, port = json.loads(store.get(f"at/{caller.to}"))
     connection = socket.create_connection((host, port), timeout=PATIENCE_S)
     _tune(connection)

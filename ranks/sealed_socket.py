@@ -13,8 +13,8 @@ The handshake shows two ranks of different hosts that both know the key of their
 
 Both proofs and both keys of the session are HMAC-SHA256 by the group's key over all that 1 and 2 say but the proof, and
 over the address at which the accepting rank listens, each with a label of its own. So a rank that was led to another
-address, or to another rank, does not get a session; nor does what was recorded or sent back. Who only passes bytes on
-learns no key, and can send nothing of its own.
+address, or to another rank, does not get a session; nor does what was recorded or sent back. A process that only relays
+bytes learns no key, and cannot send frames of its own.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ MOST_BYTES = 256 << 20
 
 
 class FrameRefused(Exception):
-    """What came is not the next frame of the session. The connection is closed, and nothing of it was used."""
+    """The received bytes are not the next frame of the session. They were not used, and the connection is closed."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ class SealedSocket:
         return payload
 
     def be_patient(self, seconds: float) -> None:
-        """From now on `receive` fails with BlockingIOError after so many seconds without a byte; 0: never."""
+        """From now on `receive` fails with BlockingIOError after `seconds` without a byte; 0: never."""
         whole = int(seconds)
         timeval = _TIMEVAL.pack(whole, int((seconds - whole) * 1e6))
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
 
     def shut_down(self) -> None:
-        """End the connection; whoever waits in `receive` gets an EOFError."""
+        """End the connection; a thread that waits in `receive` gets an EOFError."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 

@@ -34,8 +34,7 @@ class SharedStatus:
     def __init__(self, fd: int, size: int) -> None:
         """fd: of a memfd that `create` returned, for a group of that size."""
         self.size = size
-        self._memory = mmap.mmap(fd, size * _ENTRY_BYTES)
-        self._bytes = memoryview(self._memory)
+        self._bytes = memoryview(mmap.mmap(fd, size * _ENTRY_BYTES))
         self._numbers = self._bytes.cast("q")
         # Over all ranks, for what is looked at in every turn: min and max of these take a fraction of a microsecond.
         self._posts = tuple(self._of_all(_POSTS + parity) for parity in range(2))
@@ -54,12 +53,6 @@ class SharedStatus:
 
     def leave(self) -> None:
         """Tell other hosts nothing more."""
-
-    def close(self) -> None:
-        for numbers in (*self._posts, self._phases, self._dones, self._numbers):
-            numbers.release()
-        self._bytes.release()
-        self._memory.close()
 
     # What each rank wants of a round. Two posts are kept: a rank may post the next round while others read this one,
     # but none after that, which begins when all have read this one.
@@ -82,7 +75,7 @@ class SharedStatus:
         posts = self._posts[number % 2]
         return max(posts) & _BATCH_MASK if min(posts) >> _BATCH_BITS >= number else None
 
-    # What each rank says of itself.
+    # What each rank reports about itself.
 
     def beat(self, rank: int) -> None:
         """Show that the process runs."""
@@ -146,7 +139,7 @@ class SharedStatus:
         return bytes(self._bytes[at : at + length]).decode(errors="replace"), self._get(rank, _CODE)
 
     def first_reported(self, ranks: Iterable[int]) -> int | None:
-        """That of these ranks for which a reason was left first: others may end for its sake. None if there is none."""
+        """The rank, of these, that left a reason first: others may have ended because of it. None if there is none."""
         reported = [rank for rank in ranks if self._get(rank, _TEXT)]
         return min(reported, key=lambda rank: self._get(rank, _REPORTED_AT), default=None)
 
@@ -259,7 +252,7 @@ class ReplicatedStatus(SharedStatus):
                 with suppress(OSError):  # The link's reader finds out.
                     link.send(message)
 
-    # What counterparts say of theirs.
+    # What counterparts report.
 
     def _read(self, other: int, link: SealedSocket) -> None:
         left = False

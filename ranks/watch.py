@@ -19,7 +19,7 @@ _LONGEST_BEAT_S = 0.5
 _STOPPED_BEATS = 4
 """A rank without this number of beats is stopped, or its machine is."""
 _STARTING_S = 2.0
-"""How long a rank that starts may take to end by itself, with a reason of its own, when one of another host has."""
+"""After a rank of another host ended: how long a starting rank may take to end with a reason of its own."""
 
 
 class RankWatch:
@@ -100,7 +100,7 @@ class RankWatch:
             poll.register(descriptor, select.POLLIN)
         while not self._stopping:
             rung = poll.poll(self._beat_s * 1000)
-            # First: one of another host, for whose sake those of this host end.
+            # First: if a rank of another host has ended, those of this host end because of it.
             self._look_at_far_ranks()
             for descriptor, _ in rung:
                 if descriptor == self._wakeup_fd:

@@ -193,7 +193,7 @@ def check_processes(flag: str, host: str, key_dir: Path | None, insecure: bool) 
     if not is_loopback(host) and key_dir is None and not insecure:
         raise StartupError(
             f"{flag} {host}: other machines reach it, so it takes keys: make them with `hisparse-pd keygen DIR` and "
-            "give --key-dir DIR; or --insecure, if whoever reaches this address may do as they like"
+            "give --key-dir DIR; or --insecure, if anyone who reaches this address may do as they like"
         )
 
 
@@ -202,5 +202,5 @@ def check_clients(host: str, has_key: bool, insecure: bool) -> None:
     if not is_loopback(host) and not has_key and not insecure:
         raise StartupError(
             f"--host {host}: other machines reach it, so clients need an API key: give --api-key (or set "
-            "HISPARSE_PD_API_KEY); or --insecure, if whoever reaches this address may use the service"
+            "HISPARSE_PD_API_KEY); or --insecure, if anyone who reaches this address may use the service"
         )

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 LARGE_BYTES = 256 << 10
-"""What is larger is written in parts, so that the loop turns and the client reads in between."""
+"""A larger body is written in parts, so that the loop turns and the client reads in between."""
 _BODY_FLOOR = 8 << 10
 """Bytes per second that a body must reach after its first `header_timeout` seconds."""
 _UNWANTED_BYTES = 64 << 10
@@ -71,7 +71,7 @@ class ChunkWriter:
         self._transport = transport
         self._turns = turns
         self._waiting = b""
-        """What was given in this turn: in most turns one event."""
+        """Bytes of this turn: in most turns one event."""
         self.open = False
         """Whether the response has begun, and has chunks. ASGI's `send` sends other bodies, and the end of all."""
 

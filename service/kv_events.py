@@ -7,13 +7,11 @@ batch that is still kept, and at the end the number -1. docs/operations/run.md h
 
 import os
 import queue
-import re
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgpack
@@ -89,7 +87,8 @@ def parse_kv_events(text: str | None, insecure: bool) -> KVEventsConfig | None:
 
 
 def _host(endpoint: str) -> str:
-    return re.sub(r"^tcp://(.*):\d+$", r"\1", endpoint).strip("[]")
+    """Of HOST:PORT after `tcp://`; brackets around an IPv6 address are left out."""
+    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 def _is_local(endpoint: str) -> bool:
@@ -102,11 +101,6 @@ def _of_rank(endpoint: str, rank: int) -> str:
         return f"{endpoint}.{rank}" if rank else endpoint
     address, _, port = endpoint.rpartition(":")
     return f"{address}:{int(port) + rank}"
-
-
-@dataclass(frozen=True, eq=False)
-class _Removed:
-    hashes: BlockHashes
 
 
 class KVEventPublisher:
@@ -138,7 +132,8 @@ class KVEventPublisher:
             raise StartupError(
                 f"--kv-events-config: cannot use {endpoint}: {error.strerror}; choose another"
             ) from error
-        self._events: queue.SimpleQueue[StoredBlocks | _Removed] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[StoredBlocks | BlockHashes] = queue.SimpleQueue()
+        """What came into the cache, and the hashes of what left it."""
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stopping = False
         self._failure: BaseException | None = None
@@ -156,10 +151,10 @@ class KVEventPublisher:
         self._put(StoredBlocks(blocks.hashes, tokens, blocks.parent, blocks.salt))
 
     def removed(self, hashes: BlockHashes) -> None:
-        self._put(_Removed(hashes))
+        self._put(hashes)
 
     def check(self) -> None:
-        """Raise ProcessFailed if the thread has ended by itself: subscribers would take what they know for all."""
+        """Raise ProcessFailed if the thread has ended by itself: subscribers would miss events unnoticed."""
         if self._failure is not None:
             raise ProcessFailed(f"KV events are not published any more: {self._failure!r}") from self._failure
 
@@ -173,13 +168,13 @@ class KVEventPublisher:
             self._context.destroy(linger=100)
             os.close(self._wakeup)
 
-    def _put(self, event: StoredBlocks | _Removed) -> None:
+    def _put(self, event: StoredBlocks | BlockHashes) -> None:
         self._events.put(event)
         os.eventfd_write(self._wakeup, 1)
 
     def _run(self) -> None:
         try:
-            # Whoever knew the process before this one has to forget what that had.
+            # Subscribers forget what an earlier process at this address had.
             self._publish([{"type": "AllBlocksCleared"}])
             poller = zmq.Poller()
             poller.register(self._wakeup, zmq.POLLIN)
@@ -202,7 +197,7 @@ class KVEventPublisher:
                 event = self._events.get_nowait()
             except queue.Empty:
                 return
-            yield self._stored(event) if isinstance(event, StoredBlocks) else self._removed(event.hashes)
+            yield self._stored(event) if isinstance(event, StoredBlocks) else self._removed(event)
 
     def _stored(self, blocks: StoredBlocks) -> Mapping[str, object]:
         self._blocks += len(blocks.hashes)

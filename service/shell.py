@@ -146,14 +146,14 @@ class NodeShell(Generic[Event]):
         )
         if transports.ports and (addresses := reachable_addresses()):
             log.warning(
-                "the transfer ports are open at every address: whoever reaches them can write to this node's KV",
+                "the transfer ports are open at every address: anyone who reaches them can write to this node's KV",
                 ports=",".join(map(str, transports.ports)),
                 addresses=",".join(addresses),
                 close=self._closing,
             )
 
     def receive(self, timeout: float) -> list[tuple[Peer, Message] | Event]:
-        """What has arrived; waits `timeout` seconds for the first. Raises StartupError if refused, and as `check`."""
+        """Items that arrived; waits `timeout` seconds for the first. Raises StartupError if refused, and as `check`."""
         self.control.check()
         if self._kv_events is not None:
             self._kv_events.check()

@@ -17,7 +17,7 @@ from transfer.memory import BufferInfo, RemotePool, Session
 from transfer.planner import NO_LIMIT, Descriptors
 from transfer.ports import listening_ports
 from transfer.transport import TransferEndpoint, TransportKind
-from transfer.writer import Outcome
+from transfer.writer import Outcome, Pending
 
 log = structlog.get_logger(__name__)
 
@@ -139,7 +139,7 @@ class MooncakeChannel:
         self._patience_s = patience_s
         self._reading = reading
 
-    def submit(self, batch: Descriptors) -> "_Posted":
+    def submit(self, batch: Descriptors) -> Pending:
         posted = _Posted(self._engine, given_up_after=time.monotonic() + self._patience_s)
         for source, destination, length in zip(*(column.tolist() for column in batch), strict=True):
             handle = self._submit_one(source, destination, length)
@@ -148,7 +148,7 @@ class MooncakeChannel:
                 posted.refused = True
                 break
             posted.handles.append(handle)
-        return posted
+        return posted.wait
 
     def _submit_one(self, source: int, destination: int, length: int) -> int:
         """A handle to poll; at most 0 if it was refused."""

@@ -65,7 +65,7 @@ class ClaimedPorts:
         if others := set(taken) - set(self._ports):
             raise StartupError(
                 f"Mooncake listens on {', '.join(map(str, sorted(others)))}, outside --transfer-ports: this version "
-                "does not heed MC_MIN_RPC_PORT and MC_MAX_RPC_PORT"
+                "ignores MC_MIN_RPC_PORT and MC_MAX_RPC_PORT"
             )
 
 

@@ -8,8 +8,7 @@ import select
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -83,7 +82,7 @@ class SharedMemoryChannel:
         sources, destinations, lengths = batch
         owners = sources if self._reading else destinations
         if not all_within(owners, lengths, self._memory.base, self._memory.length):
-            return _Refused()
+            return lambda: Outcome.FAILED
         shift = self._here - self._memory.base
         copy = (
             JointCopy(Descriptors(sources + shift, destinations, lengths), shift=0)
@@ -94,7 +93,7 @@ class SharedMemoryChannel:
         with suppress(RuntimeError):
             for _ in range(COPY_THREADS - 1):
                 _helpers().submit(copy.help)
-        return _Copy(copy)
+        return partial(_outcome_of, copy)
 
     def check(self) -> None:
         """The mapping outlives its owner. Bytes copied after the owner's end are lost."""
@@ -108,23 +107,14 @@ class SharedMemoryChannel:
         os.close(self._process)
 
 
-@dataclass(frozen=True)
-class _Copy:
-    copy: "JointCopy"
-
-    def wait(self) -> Outcome:
-        try:
-            self.copy.finish()
-        except Exception:
-            # `finish` raises when no thread copies any more, so nothing is in flight.
-            log.exception("a copy into shared memory failed")
-            return Outcome.FAILED
-        return Outcome.LANDED
-
-
-class _Refused:
-    def wait(self) -> Outcome:
+def _outcome_of(copy: "JointCopy") -> Outcome:
+    try:
+        copy.finish()
+    except Exception:
+        # `finish` raises when no thread copies any more, so nothing is in flight.
+        log.exception("a copy into shared memory failed")
         return Outcome.FAILED
+    return Outcome.LANDED
 
 
 class _SharedMemoryEndpoint(TransferEndpoint):

@@ -88,15 +88,8 @@ class Transports:
         """A fence after everything that other processes have posted to this one."""
         return IncomingCut([port for endpoint in self.endpoints.values() for port in endpoint.fenced_ports])
 
-    def connect(self, destination: RemotePool) -> Channel:
-        """The best channel that writes to a decode node. Raises NoRoute, with what was tried."""
-        return self._connect(destination, reading=False)
-
-    def connect_to_read(self, destination: RemotePool) -> Channel:
-        """The best channel that reads a decode node's pool (`transfer.reader`). Raises NoRoute, with what was tried."""
-        return self._connect(destination, reading=True)
-
-    def _connect(self, destination: RemotePool, reading: bool) -> Channel:
+    def connect(self, destination: RemotePool, reading: bool = False) -> Channel:
+        """The best channel that writes to a decode node's pool, or reads it. Raises NoRoute, with what was tried."""
         tried = []
         for name, endpoint in self.endpoints.items():
             try:

@@ -1,4 +1,4 @@
-"""Batches in flight over any transport, and their end.
+"""Batches in flight over any transport, and their end. Reads go the same way.
 
 Fencing rests on this rule: a write has ended when its transport has nothing of it in flight. Its `Outcome` says whether
 the network may still hold some.
@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
 import structlog
 
@@ -48,12 +48,16 @@ class Outcome(IntEnum):
         return self >= Outcome.CUT
 
 
-class Pending(Protocol):
-    """A posted batch."""
+_FAILURES = {
+    Outcome.FAILED: "the other process cannot be reached or refuses a {}",
+    Outcome.CUT: "the connection was lost",
+    Outcome.GIVEN_UP: "the transport gave a {} up",
+    Outcome.UNKNOWN: "nobody knows whether a {} has ended",
+}
 
-    def wait(self) -> Outcome:
-        """Return when all descriptors have ended. If this raises, the outcome is UNKNOWN."""
-        ...
+
+Pending = Callable[[], Outcome]
+"""A posted batch: returns when all descriptors have ended. If it raises, the outcome is UNKNOWN."""
 
 
 class Channel(Protocol):
@@ -83,11 +87,17 @@ class Write:
     """Batches that belong together.
 
     on_end: called once, when the write is closed and all of it has ended or is UNKNOWN. go_on: whether the write is
-    still wanted; asked before each post; may wait.
+    still wanted; asked before each post; may wait. kind: what errors call it. num_bytes, num_descriptors: of the
+    batches that were to be posted.
     """
 
     on_end: Callable[[], None]
     go_on: Callable[[], bool]
+    kind: Literal["write", "read"] = "write"
+    num_bytes: int = 0
+    num_descriptors: int = 0
+    is_aborted: bool = False
+    """Whether some of it was not posted."""
     outcome: Outcome = Outcome.LANDED
     """Of what has ended. A batch that was cut, posted again and landed counts as landed."""
     lingers: bool = False
@@ -144,10 +154,13 @@ class Pipeline:
 
         buffer: its send buffer, if any; held until the batch has ended. Returns whether all of it was posted.
         """
+        write.num_bytes += int(batch.lengths.sum())
+        write.num_descriptors += len(batch.lengths)
         for piece in batch.split(self.channel.max_batch):
             while len(self._posted) >= BATCHES_IN_FLIGHT:
                 self.settle_oldest()
             if not write.may_post:
+                write.is_aborted = True
                 return False
             self._posted.append(_Posted(piece, self._submitted(piece), write, buffer))
             write.in_flight += 1
@@ -156,6 +169,18 @@ class Pipeline:
     def close(self, write: Write) -> None:
         write.closed = True
         write.end_if_over()
+
+    def failure_reason(self, write: Write) -> str | None:
+        """Why a write that has ended did not land, or None."""
+        if write.outcome is not Outcome.LANDED:
+            return _FAILURES[write.outcome].format(write.kind)
+        if write.is_aborted:
+            return "aborted"
+        try:
+            self.channel.check()
+        except TransferError as error:
+            return str(error)
+        return None
 
     def settle_oldest(self) -> None:
         """Wait for the oldest batch to end. A batch that was cut is posted again."""
@@ -192,7 +217,7 @@ class Pipeline:
 
 def _awaited(pending: Pending | None) -> Outcome:
     try:
-        return Outcome.UNKNOWN if pending is None else pending.wait()
+        return Outcome.UNKNOWN if pending is None else pending()
     except Exception:
         log.exception("waiting for a batch failed: nobody knows whether it has ended")
         return Outcome.UNKNOWN

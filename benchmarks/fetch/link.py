@@ -1,7 +1,6 @@
 """A link of a given rate before a channel: bytes take their time one after another, then they count as landed."""
 
 import time
-from dataclasses import dataclass
 
 from transfer.choices import Transport
 from transfer.planner import Descriptors
@@ -28,18 +27,14 @@ class ThrottledChannel:
 
     def submit(self, batch: Descriptors) -> Pending:
         self._free_at = max(self._free_at, time.monotonic()) + int(batch.lengths.sum()) / self._rate
-        return _OnItsWay(self._channel.submit(batch), self._free_at)
+        pending, arrives_at = self._channel.submit(batch), self._free_at
 
+        def arrived() -> Outcome:
+            outcome = pending()
+            time.sleep(max(0.0, arrives_at - time.monotonic()))
+            return outcome
 
-@dataclass(frozen=True)
-class _OnItsWay:
-    pending: Pending
-    arrives_at: float
-
-    def wait(self) -> Outcome:
-        outcome = self.pending.wait()
-        time.sleep(max(0.0, self.arrives_at - time.monotonic()))
-        return outcome
+        return arrived
 
 
 def throttled(channel: Channel, rate: float) -> Channel:

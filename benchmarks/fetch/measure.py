@@ -31,8 +31,8 @@ from prefill_node.pool_io import HostSink
 from service.checkpoint import identity_of
 from transfer.choices import TransferProtocol, Transport
 from transfer.planner import Int64s
-from transfer.reader import Reader
 from transfer.transports import Transports
+from transfer.writer import Pipeline
 
 PAGE_SIZE = 64
 _CPU = torch.device("cpu")
@@ -194,16 +194,16 @@ class Links:
     def _read(self, tokens: int, rate: float, pages: Int64s, arrival: PrefixArrival, patience: float) -> bool:
         """Ask and read. Whether all of it came in time."""
         pool = self._node.pool
-        reader = Reader(throttled(self._transports.connect_to_read(self._destination), rate))
+        pipeline = Pipeline(throttled(self._transports.connect(self._destination, reading=True), rate))
         started = time.perf_counter()
         slots, checksums = self._lender.lend(tokens)
         attempt = AttemptId("lender", "r", 1)
         read = BlockToRead(1, attempt, _DECODE, self._destination, 0, tokens, pages, slots, checksums, 0, False)
-        fetch = Fetch(read, lambda: True, lambda report: None, arrival)
-        running = RunningFetch(fetch, reader, HostSink([*pool.kv, *pool.index_keys]), PAGE_SIZE)
+        fetch = Fetch(read, lambda report: None, arrival)
+        running = RunningFetch(fetch, pipeline, HostSink([*pool.kv, *pool.index_keys]), PAGE_SIZE)
         report = running.run(may_post=lambda: time.perf_counter() - started < patience)
         seconds = time.perf_counter() - started
-        reader.close()
+        pipeline.channel.close()
         if report.error is not None and seconds < patience:
             raise RuntimeError(f"a fetch of {tokens} tokens failed: {report.error}")
         return report.error is None

@@ -30,7 +30,7 @@ from transfer.memory import BufferInfo, SharedMemory
 from transfer.planner import NO_LIMIT, Descriptors
 from transfer.shm import COPY_THREADS
 from transfer.transports import Transports
-from transfer.writer import Channel, Outcome
+from transfer.writer import Channel, Outcome, Pending
 
 __all__ = ["COPY_THREADS", "ReceivingPool", "Sending", "source_pool", "stream_runs"]
 
@@ -158,7 +158,7 @@ class Ours:
             pages=request.pages,
             slots=request.slots[start:stop],
         )
-        return Chunk(block, lambda: True, lambda report: None, self._computed)
+        return Chunk(block, lambda report: None, self._computed)
 
 
 class _Timed:
@@ -198,11 +198,8 @@ class _Nothing(HostSource):
         self.transport = transport
         self.buffers = source
 
-    def submit(self, batch: Descriptors) -> "_Nothing":
-        return self
-
-    def wait(self) -> Outcome:
-        return Outcome.LANDED
+    def submit(self, batch: Descriptors) -> Pending:
+        return lambda: Outcome.LANDED
 
     def gather(self, buffer: int, part: ChunkPart, into: SendBuffer) -> None:
         """Packing is part of sending."""

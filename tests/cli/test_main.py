@@ -16,8 +16,8 @@ from base.version import VERSION
 from cli.config import ServeConfig
 from cli.flags import declared_flags
 from cli.main import main, title
-from cli.other_names import OTHER_NAMES
 from cli.panels import PANELS, panel_of
+from cli.refusals import OTHER_NAMES
 from control.codec import PROTOCOL_VERSION
 from decode_node.config import DecodeConfig
 from gateway.config import GatewayConfig

@@ -134,9 +134,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
         for rank in range(table.size):
             table.turn(rank)
         children = [Child(f"rank {rank}", ["-c", program], 0) for rank, program in enumerate(programs, first)]
-        ended = supervise(children, table, 30, step_timeout, first)
-        table.close()
-        return ended, capfd.readouterr().err
+        return supervise(children, table, 30, step_timeout, first), capfd.readouterr().err
 
     return run
 

@@ -13,7 +13,7 @@ import os
 import random
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -153,16 +153,16 @@ class FaultyChannel:
         if not slow and not self._spoil.exists():
             return self._post(batch, time.monotonic())
         delay = self._rng.uniform(*self._faults.slow_s) if slow else 0.0
-        return _UnderWay(self._under_way.submit(self._carry, batch, time.monotonic(), delay))
+        return self._under_way.submit(self._carry, batch, time.monotonic(), delay).result
 
     def _carry(self, batch: Descriptors, posted_at: float, delay: float) -> Outcome:
         """What became of a batch that lands after a while."""
         time.sleep(delay)
-        outcome = self._post(batch, posted_at).wait()
+        outcome = self._post(batch, posted_at)()
         if self._spoil.exists() and (wrong := _one_wrong_byte(batch)) is not None:
             with suppress(FileNotFoundError):
                 self._spoil.unlink()
-                outcome = max(outcome, self._channel.submit(wrong).wait())
+                outcome = max(outcome, self._channel.submit(wrong)())
         return outcome
 
     def _post(self, batch: Descriptors, posted_at: float) -> Pending:
@@ -187,22 +187,12 @@ class FaultyReads(FaultyChannel):
 
     def _carry(self, batch: Descriptors, posted_at: float, delay: float) -> Outcome:
         time.sleep(delay)
-        outcome = self._post(batch, posted_at).wait()
+        outcome = self._post(batch, posted_at)()
         with suppress(FileNotFoundError):
             self._spoil.unlink()
             last = int(batch.destinations[-1] + batch.lengths[-1]) - 1
             ctypes.memset(last, ctypes.string_at(last, 1)[0] ^ 1, 1)
         return outcome
-
-
-@dataclass(frozen=True)
-class _UnderWay:
-    """A batch that another thread carries."""
-
-    outcome: "Future[Outcome]"
-
-    def wait(self) -> Outcome:
-        return self.outcome.result()
 
 
 def _one_wrong_byte(batch: Descriptors) -> Descriptors | None:
@@ -221,17 +211,14 @@ def journal_path(directory: str | Path) -> Path:
 
 
 def _make_transfers_faulty(faults: Faults) -> None:
-    connect, connect_to_read = Transports.connect, Transports.connect_to_read
+    connect = Transports.connect
     rng = random.Random(f"{faults.seed} {faults.name} writes")
 
-    def faulty_connect(transports: Transports, destination: Destination) -> Channel:
-        return FaultyChannel(connect(transports, destination), destination, faults, rng)
+    def faulty_connect(transports: Transports, destination: Destination, reading: bool = False) -> Channel:
+        faulty = FaultyReads if reading else FaultyChannel
+        return faulty(connect(transports, destination, reading), destination, faults, rng)
 
-    def faulty_connect_to_read(transports: Transports, destination: Destination) -> Channel:
-        return FaultyReads(connect_to_read(transports, destination), destination, faults, rng)
-
-    Transports.connect = faulty_connect  # type: ignore[method-assign]
-    Transports.connect_to_read = faulty_connect_to_read  # type: ignore[method-assign]
+    Transports.connect = faulty_connect  # type: ignore[method-assign,assignment]
 
 
 def main(words: list[str]) -> None:

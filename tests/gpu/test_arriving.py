@@ -17,10 +17,9 @@ from prefill_node.fetch import RunningFetch
 from prefill_node.orders import TransferReport
 from prefill_node.pool_io import DeviceSink, KVSink, SendRings
 from tests.gpu.test_fetch import CUDA, PAGE_SIZE, fetch_of
-from tests.prefill_node.sending import LateChannel, LateCopy
+from tests.prefill_node.sending import LateChannel
 from transfer.planner import Descriptors
-from transfer.reader import Reader
-from transfer.writer import Outcome
+from transfer.writer import Outcome, Pipeline
 
 PREFIX, TOKENS = 1024, 1280
 PROMPT = torch.randint(0, 256, (TOKENS + 1,), generator=torch.Generator().manual_seed(5))
@@ -30,15 +29,9 @@ PAGES = np.random.default_rng(0).permutation(TOKENS // PAGE_SIZE)
 class SlowChannel(LateChannel):
     """So slow that the pass waits for most layers."""
 
-    def submit(self, batch: Descriptors) -> LateCopy:
-        super().submit(batch)
-        return SlowCopy(self, batch)
-
-
-class SlowCopy(LateCopy):
-    def wait(self) -> Outcome:
+    def _land(self, batch: Descriptors) -> Outcome:
         time.sleep(0.005)
-        return super().wait()
+        return super()._land(batch)
 
 
 def new_sink(pool: PagedKVPool) -> KVSink:
@@ -61,7 +54,7 @@ def test_kv_is_what_it_is_behind_a_whole_prefix(tmp_path: Path, dtype: torch.dty
     reports: list[TransferReport] = []
 
     def read() -> None:
-        reports.append(RunningFetch(fetch, Reader(SlowChannel("tcp")), new_sink(found), PAGE_SIZE).run(lambda: True))
+        reports.append(RunningFetch(fetch, Pipeline(SlowChannel("tcp")), new_sink(found), PAGE_SIZE).run(lambda: True))
         arrival.end()
 
     reading = threading.Thread(target=read)

@@ -19,8 +19,7 @@ from tests.prefill_node.sending import LateChannel
 from tests.prefill_node.world import TCP
 from transfer.checksum import digests
 from transfer.memory import BufferInfo, Checksums
-from transfer.reader import Reader
-from transfer.writer import Outcome
+from transfer.writer import Outcome, Pipeline
 
 CUDA = torch.device("cuda")
 TOKENS = 5000
@@ -35,7 +34,7 @@ def fetch_of(
     found = Checksums.of(list(digests(buffers, slots, start)))
     destination = Destination(identity=IDENTITY, buffers=buffers, sessions=TCP)
     block = BlockToRead(1, attempt, ME, destination, start, start + len(slots), pages, slots, found, 0, False)
-    return Fetch(block, lambda: True, lambda report: None, arrival)
+    return Fetch(block, lambda report: None, arrival)
 
 
 class Fetching:
@@ -57,7 +56,7 @@ class Fetching:
         fetch = fetch_of(self.there, self.slots[start:], start, self.pages, arrival)
         if spoilt:
             self.there[2][self.slots[-1]] += 1
-        return RunningFetch(fetch, Reader(self.channel), self.sink, PAGE_SIZE).run(lambda: True)
+        return RunningFetch(fetch, Pipeline(self.channel), self.sink, PAGE_SIZE).run(lambda: True)
 
     def rows(self) -> np.ndarray:
         positions = np.arange(TOKENS)

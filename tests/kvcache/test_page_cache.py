@@ -99,7 +99,8 @@ class _Walk:
 
     def step(self) -> None:
         self.random.choice((self.begin, self.begin, self.look_again, self.compute, self.compute, self.end))()
-        self.cache.check_integrity()
+        assert self.cache.prefixes is not None
+        self.cache.prefixes.check_integrity()
         used = {int(page) for prompt in self.prompts for page in prompt.lease.pages}
         for prompt in self.prompts:
             assert len(set(prompt.lease.pages.tolist())) == len(prompt.lease.pages)
@@ -174,7 +175,8 @@ class _Walk:
         while self.prompts:
             self.end()
         self.cache.check_idle()
-        self.cache.drop()
+        assert self.cache.prefixes is not None
+        self.cache.prefixes.clear()
         assert self.cache.pool.free_pages == self.cache.pool.num_pages
 
 

@@ -135,7 +135,7 @@ class GroupFetching(Fetching):
         """All ranks have read their blocks and wait for a step that `hold` holds. Its attempt, and the reader."""
         self.model.before_pass = self.hold.wait
         computing = self.ask_another()
-        self.turn_until(lambda: self.planner._running is not None)
+        self.turn_until(lambda: not self.planner._steps.is_idle)
         reading = self.ask_and_grant()
         self.turn_until(lambda: self.held[reading].state is HeldState.READ)
         return computing, reading

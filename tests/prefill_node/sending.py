@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -20,7 +21,7 @@ from transfer.choices import ChecksumMode, Transport
 from transfer.copy_runs import copy_runs
 from transfer.memory import BufferInfo
 from transfer.planner import NO_LIMIT, Descriptors
-from transfer.writer import Outcome
+from transfer.writer import Outcome, Pending
 
 PAGE_SIZE, NUM_PAGES, NUM_SLOTS = 4, 600, 2600
 LAYER_OF_BUFFER = (0, 1, 1)
@@ -50,14 +51,20 @@ class LateChannel:
     late: int = 0
     most_late: int = 0
 
-    def submit(self, batch: Descriptors) -> "LateCopy":
+    def submit(self, batch: Descriptors) -> Pending:
         self.break_in("submit")
         if self.hold is not None:
             self.hold.wait(10)
         self.posted.append(batch)
         self.late += 1
         self.most_late = max(self.most_late, self.late)
-        return LateCopy(self, batch)
+        return partial(self._land, batch)
+
+    def _land(self, batch: Descriptors) -> Outcome:
+        self.late -= 1
+        self.break_in("wait")
+        copy_runs(batch)
+        return self.outcomes.pop(0) if self.outcomes else Outcome.LANDED
 
     def break_in(self, what: str) -> None:
         if self.broken == what:
@@ -71,18 +78,6 @@ class LateChannel:
     def close(self) -> None:
         self.closed = True
         self.break_in("close")
-
-
-@dataclass
-class LateCopy:
-    channel: LateChannel
-    batch: Descriptors
-
-    def wait(self) -> Outcome:
-        self.channel.late -= 1
-        self.channel.break_in("wait")
-        copy_runs(self.batch)
-        return self.channel.outcomes.pop(0) if self.channel.outcomes else Outcome.LANDED
 
 
 class Sending:
@@ -139,7 +134,6 @@ class Sending:
         pages: str = "scattered",
         slots: str = "contiguous",
         progress: ForwardProgress | None = None,
-        cancelled: Callable[[], bool] = lambda: False,
     ) -> Chunk:
         rng = np.random.default_rng(1)
         pages_of = rng.permutation(NUM_PAGES) if pages == "scattered" else np.arange(NUM_PAGES)
@@ -147,7 +141,7 @@ class Sending:
         decode, work = Peer(role="decode", address=f"{boot}:1", boot_id=boot), next(self._numbers)
         attempt, to = AttemptId(boot, "r", 1), self.destination()
         write = BlockToSend(work, attempt, decode, to, start, stop, pages_of, slots_of[start:stop])
-        return Chunk(write, lambda: not cancelled(), self.reports.put, progress or done())
+        return Chunk(write, self.reports.put, progress or done())
 
     def submit(self, chunk: Chunk) -> None:
         self.sender.submit(chunk)

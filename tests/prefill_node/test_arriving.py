@@ -11,7 +11,7 @@ from prefill_node.arrival import AllJobsVoid, AwaitedPrefixes, PrefixArrival, ar
 from prefill_node.costs import ComputeCost
 from prefill_node.orders import LayersRead
 from tests.prefill_node.fetching import FIRST, PREFIX, SENT_TO, Fetching
-from tests.prefill_node.sending import LateChannel, LateCopy
+from tests.prefill_node.sending import LateChannel
 from tests.prefill_node.world import TOKEN_BYTES
 from transfer.planner import Descriptors
 from transfer.writer import Outcome
@@ -28,20 +28,12 @@ class GatedReads(LateChannel):
         self.gate = threading.Event()
         self.passing = LAYER_0
 
-    def submit(self, batch: Descriptors) -> "GatedCopy":
-        super().submit(batch)
-        return GatedCopy(self, batch)
-
-
-class GatedCopy(LateCopy):
-    channel: GatedReads
-
-    def wait(self) -> Outcome:
-        if not self.channel.passing:
-            self.channel.gate.wait(10)
+    def _land(self, batch: Descriptors) -> Outcome:
+        if not self.passing:
+            self.gate.wait(10)
         else:
-            self.channel.passing -= 1
-        return super().wait()
+            self.passing -= 1
+        return super()._land(batch)
 
 
 class Arriving(Fetching):
@@ -83,7 +75,7 @@ class Arriving(Fetching):
         assert done.transferred_bytes == (200 - PREFIX) * TOKEN_BYTES
         self.release(attempt)
         self.cache.check_idle()
-        self.cache.check_integrity()
+        self.prefixes.check_integrity()
         again = self.ask(FIRST[:200], PREFIX, SENT_TO)
         assert self.done(again).cached_tokens == 192
         self.check_sent()

@@ -229,7 +229,7 @@ def test_it_fetches_where_that_is_estimated_to_be_faster() -> None:
 
     def prefill(computed: int) -> None:
         """Without a fetch."""
-        node.cache.drop()
+        node.prefixes.clear()
         before, tokens = len(node.updates), node.model.tokens
         node.done(attempt := node.ask(FIRST[:200], PREFIX, SENT_TO))
         assert not [update for update in node.updates[before:] if isinstance(update, FetchRequest)]
@@ -243,7 +243,7 @@ def test_it_fetches_where_that_is_estimated_to_be_faster() -> None:
     fetches.fetch_costs._models["decode"]._now = lambda: later
     for _ in range(40):
         fetches.compute_cost.observe([(0, 32)], 1.0)
-    node.cache.drop()
+    node.prefixes.clear()
     attempt, asked = node.ask_fetching()
     refuse(node, asked)
     node.done(attempt)

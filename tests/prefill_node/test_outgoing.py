@@ -12,10 +12,10 @@ from prefill_node.orders import TransferReport
 from prefill_node.plan import ChunkPart
 from prefill_node.pool_io import Reading, SendBuffer, SendRing
 from prefill_node.sender import Chunk, OutgoingChunk
-from tests.prefill_node.sending import CPU, LAYER_OF_BUFFER, LateChannel, LateCopy, Sending, at_slots, wait_until
+from tests.prefill_node.sending import CPU, LAYER_OF_BUFFER, LateChannel, Sending, at_slots, wait_until
 from transfer.checksum import verify
 from transfer.planner import NO_LIMIT, Descriptors
-from transfer.writer import BATCHES_IN_FLIGHT, Pipeline
+from transfer.writer import BATCHES_IN_FLIGHT, Pending, Pipeline
 
 
 class Inline:
@@ -135,7 +135,7 @@ def test_seconds_of_sending_leave_out_waits_for_layers_and_for_leave(monkeypatch
             passes(70.0)
 
     class Carrying(LateChannel):
-        def submit(self, batch: Descriptors) -> LateCopy:
+        def submit(self, batch: Descriptors) -> Pending:
             passes(1.0)
             return super().submit(batch)
 

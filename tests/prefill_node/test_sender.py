@@ -123,7 +123,9 @@ def test_a_slow_receiver_delays_only_its_own_requests(sending: Sending) -> None:
 
 
 def test_a_chunk_that_was_given_up_is_not_posted(sending: Sending) -> None:
-    assert sending.send(sending.chunk(cancelled=lambda: True)).error == "aborted"
+    chunk = sending.chunk()
+    chunk.cancel()
+    assert sending.send(chunk).error == "aborted"
     assert sending.channel("a").posted == []
 
 
@@ -131,13 +133,13 @@ def test_a_chunk_that_was_given_up_is_not_posted(sending: Sending) -> None:
 def test_an_abort_or_a_failed_pass_stops_a_chunk_between_batches(sending: Sending, has_failed: bool) -> None:
     progress = ForwardProgress(CPU)
     progress.layer_done(0)
-    aborted = threading.Event()
-    sending.submit(sending.chunk(progress=progress, cancelled=aborted.is_set))
+    chunk = sending.chunk(progress=progress)
+    sending.submit(chunk)
     wait_until(lambda: len(sending.channel("a").posted) == PARTS)
     if has_failed:
         progress.fail()
     else:
-        aborted.set()
+        chunk.cancel()
         progress.layer_done(1)
     assert sending.reports.get(timeout=10).error == "aborted"
     assert len(sending.channel("a").posted) == PARTS
@@ -238,10 +240,10 @@ def test_a_sender_that_is_stopped_sees_what_it_has_posted_to_its_end(sending: Se
 
 def test_a_chunk_is_reported_while_the_next_one_waits_for_its_layer(sending: Sending) -> None:
     sending.submit(sending.chunk())
-    given_up = threading.Event()
-    sending.submit(sending.chunk(progress=ForwardProgress(CPU), cancelled=given_up.is_set))
+    waiting = sending.chunk(progress=ForwardProgress(CPU))
+    sending.submit(waiting)
     assert sending.reports.get(timeout=10).error is None
-    given_up.set()
+    waiting.cancel()
 
 
 def test_threads_end_when_no_request_needs_them_and_begin_again(sending: Sending) -> None:

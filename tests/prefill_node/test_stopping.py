@@ -114,7 +114,7 @@ class Stopping(World):
         assert not self.held
         assert self.step is None
         self.cache.check_idle()
-        self.cache.check_integrity()
+        self.prefixes.check_integrity()
 
 
 class Walk:
@@ -153,7 +153,7 @@ class Walk:
             node.tell()
             assert all(each.in_flight or each.state is not HeldState.STOPPING for each in node.held.values())
             self._check_quiet()
-        node.cache.check_integrity()
+        node.prefixes.check_integrity()
 
     def _check_quiet(self) -> None:
         """Nothing is written or read for an attempt that is said to have ended."""

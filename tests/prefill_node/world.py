@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from base.metrics import Metrics
+from base.metrics import FetchFailure, Metrics
 from control.messages import (
     AttemptId,
     ChunkDone,
@@ -31,6 +31,7 @@ from engine.chunked import ChunkedPrefill, compute_chunks
 from kvcache.layout import KVLayout, buffer_info
 from kvcache.page_cache import PageCache, can_cache
 from kvcache.paged_pool import PagedKVPool, PagedSequence
+from kvcache.prefix_cache import PrefixCache
 from model.passes import PrefillChunk
 from prefill_node.attempt import HeldAttempt, Update
 from prefill_node.config import FetchPolicy
@@ -42,12 +43,10 @@ from prefill_node.orders import (
     BlockToRead,
     BlockToSend,
     CancelTransfers,
-    FetchFailure,
     Gather,
     LayersRead,
     Order,
     Report,
-    Send,
     Step,
     StepChunk,
     StepEnded,
@@ -162,6 +161,11 @@ class Node:
         """All that the decode node was told of attempts."""
         self._poll, self.planner.poll = self.planner.poll, self._noting_poll  # type: ignore[method-assign]
 
+    @property
+    def prefixes(self) -> PrefixCache:
+        assert self.cache.prefixes is not None
+        return self.cache.prefixes
+
     def _noting_poll(self) -> list[Update]:
         self.updates += (found := self._poll())
         return found
@@ -224,8 +228,8 @@ class HeldWorker:
             case Gather():
                 assert self.step is None, "one step at a time"
                 self.step = order
-            case Send(write=write):
-                self.writes.append(write)
+            case BlockToSend():
+                self.writes.append(order)
             case BlockToRead():
                 self.reads.append(order)
             case CancelTransfers(works=works):
@@ -445,7 +449,8 @@ class LiveRank:
 
     def start(self, report: Callable[[Report], None]) -> PrefillWorker:
         transports = SimpleNamespace(
-            register=lambda _: None, connect=lambda _: self.channel, connect_to_read=lambda _: self.connect_reads()
+            register=lambda _: None,
+            connect=lambda _, reading=False: self.connect_reads() if reading else self.channel,
         )
         self.worker = PrefillWorker(
             self.model,

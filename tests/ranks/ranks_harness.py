@@ -87,8 +87,6 @@ class ForkedRanks:
         for pid in filter(None, self.pids):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        for status in self.statuses:
-            status.close()
         for descriptor in {descriptor for place in self.places for descriptor in place.descriptors}:
             os.close(descriptor)
 

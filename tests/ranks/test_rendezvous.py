@@ -61,7 +61,6 @@ class Linked:
 
     def close(self) -> None:
         self.status.leave()
-        self.status.close()
         for descriptor in self.place.descriptors:
             os.close(descriptor)
 

@@ -38,7 +38,6 @@ def host() -> Iterator[Host]:
     fd = SharedStatus.create(3)
     status = SharedStatus(fd, 3)
     yield Host(status)
-    status.close()
     os.close(fd)
 
 

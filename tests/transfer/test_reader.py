@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,30 @@ from tests.transfer.test_shm import Owner
 from tests.transfer.world import descriptors
 from transfer.incoming import IncomingCut
 from transfer.planner import Descriptors
-from transfer.reader import Reader, ReadReport
 from transfer.shm import SharedMemoryChannel
+from transfer.writer import Outcome, Pipeline, Write
 
 SIZE = 4 << 20
 CONTENT = np.random.default_rng(0).integers(1, 256, SIZE, dtype=np.uint8)
+
+
+@dataclass(frozen=True)
+class ReadReport:
+    num_bytes: int
+    num_descriptors: int
+    error: str | None
+    in_flight: bool
+
+
+def read(pipeline: Pipeline, batches: Iterable[Descriptors], may_post: Callable[[], bool] = lambda: True) -> ReadReport:
+    write = Write(on_end=lambda: None, go_on=may_post, kind="read")
+    for batch in batches:
+        if not pipeline.post(write, batch.cut(pipeline.channel.max_bytes)):
+            break
+    pipeline.close(write)
+    pipeline.drain()
+    in_flight = write.outcome is Outcome.UNKNOWN
+    return ReadReport(write.num_bytes, write.num_descriptors, pipeline.failure_reason(write), in_flight)
 
 
 class Serving:
@@ -41,13 +61,13 @@ class Remote:
         self.process = Process(Serving, "127.0.0.1")  # type: ignore[arg-type]
         session, self.address = self.process.do("where")
         self.engine, self.here = start_engine("127.0.0.1")
-        self.reader = Reader(self.engine.channel(session, reading=True))
+        self.pipeline = Pipeline(self.engine.channel(session, reading=True))
 
     def batch(self, pieces: list[tuple[int, int, int]]) -> Descriptors:
         return descriptors(self.address, self.here.ctypes.data, pieces)
 
     def read(self, pieces: list[tuple[int, int, int]], may_post: Callable[[], bool] = lambda: True) -> ReadReport:
-        return self.reader.read([self.batch(pieces)], may_post)
+        return read(self.pipeline, [self.batch(pieces)], may_post)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +104,7 @@ def test_nothing_is_posted_without_leave(remote: Remote) -> None:
     answers = iter([True, True])
     pieces = [(i * 64, i * 64, 64) for i in range(1000)]
     batches = [remote.batch(pieces[first : first + 10]) for first in range(0, 1000, 10)]
-    report = remote.reader.read(batches, lambda: next(answers, False))
+    report = read(remote.pipeline, batches, lambda: next(answers, False))
     assert (report.error, report.in_flight) == ("aborted", False)
     assert np.array_equal(remote.here[: 20 * 64], CONTENT[: 20 * 64])
     assert not remote.here[20 * 64 :].any()
@@ -102,7 +122,7 @@ def test_what_was_cut_is_posted_again_and_lands(remote: Remote) -> None:
         return True
 
     rounds = 150
-    report = remote.reader.read([remote.batch([(0, 0, SIZE)])] * rounds, may_post)
+    report = read(remote.pipeline, [remote.batch([(0, 0, SIZE)])] * rounds, may_post)
     assert report.error is None
     assert asked > rounds, "some were posted again"
     assert np.array_equal(remote.here, CONTENT)
@@ -129,16 +149,16 @@ class Reading:
 
     def begin(self, session: Any, address: int) -> None:
         """Read again and again until a read fails, on a thread; then use the memory for something else at once."""
-        reader = Reader(self.engine.channel(session, reading=True))
+        pipeline = Pipeline(self.engine.channel(session, reading=True))
         everything = descriptors(address, self.buffer.ctypes.data, [(0, 0, SIZE)])
 
-        def read() -> None:
-            while (error := reader.read([everything]).error) is None:
+        def read_until_failure() -> None:
+            while (error := read(pipeline, [everything]).error) is None:
                 self.num_read += 1
             self.buffer[:] = 0
             self.error = error
 
-        self.thread = threading.Thread(target=read, daemon=True)
+        self.thread = threading.Thread(target=read_until_failure, daemon=True)
         self.thread.start()
 
     def has_read(self) -> int:
@@ -179,23 +199,23 @@ def test_a_read_that_was_given_up_does_not_land_later(monkeypatch: pytest.Monkey
 def test_a_mapping_is_read_within_its_bounds_and_while_its_owner_lives() -> None:
     owner = Owner(SIZE, seed=0)
     memory = owner.memory
-    reader = Reader(SharedMemoryChannel(memory, reading=True))
+    pipeline = Pipeline(SharedMemoryChannel(memory, reading=True))
     here = np.zeros(SIZE, dtype=np.uint8)
     order = np.random.default_rng(2).permutation(SIZE // 1000).tolist()
     pieces = [(i * 1000 + 3, j * 1000, 997) for i, j in enumerate(order)]
-    assert reader.read([descriptors(memory.base, here.ctypes.data, pieces)]).error is None
+    assert read(pipeline, [descriptors(memory.base, here.ctypes.data, pieces)]).error is None
     expected = np.zeros(SIZE, dtype=np.uint8)
     for there, to, count in pieces:
         expected[to : to + count] = CONTENT[there : there + count]
     assert np.array_equal(here, expected)
     for outside in (-1, memory.length - 10):
-        report = reader.read([descriptors(memory.base, here.ctypes.data, [(outside, 0, 64)])])
+        report = read(pipeline, [descriptors(memory.base, here.ctypes.data, [(outside, 0, 64)])])
         assert report.error == "the other process cannot be reached or refuses a read"
     assert np.array_equal(here, expected)
     owner.kill()
-    late = reader.read([descriptors(memory.base, here.ctypes.data, [(0, 0, 64)])])
+    late = read(pipeline, [descriptors(memory.base, here.ctypes.data, [(0, 0, 64)])])
     assert late.error == "the process that owns the memory has ended"
-    reader.close()
+    pipeline.channel.close()
 
 
 class Broken:
@@ -215,8 +235,7 @@ class Broken:
 
 
 def test_a_read_of_unknown_end_is_in_flight_for_good() -> None:
-    reader = Reader(Broken())  # type: ignore[arg-type]
-    report = reader.read([descriptors(0, 0, [(0, 0, 64)])])
+    pipeline = Pipeline(Broken())  # type: ignore[arg-type]
+    report = read(pipeline, [descriptors(0, 0, [(0, 0, 64)])])
     assert (report.error, report.in_flight) == ("nobody knows whether a read has ended", True)
-    assert reader.lost_track
-    reader.close()
+    assert pipeline.lost_track

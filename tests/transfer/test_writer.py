@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,19 +10,7 @@ import pytest
 from tests.transfer.world import write
 from transfer.choices import Transport
 from transfer.planner import Descriptors
-from transfer.writer import BATCHES_IN_FLIGHT, Outcome, Pipeline, TransferError, Write
-
-
-@dataclass
-class Recorded:
-    channel: "RecordingChannel"
-    number: int
-
-    def wait(self) -> Outcome:
-        self.channel.in_flight.remove(self.number)
-        if self.number in self.channel.breaks_when_awaited:
-            raise RuntimeError("a bug")
-        return self.channel.outcomes.get(self.number, Outcome.LANDED)
+from transfer.writer import BATCHES_IN_FLIGHT, Outcome, Pending, Pipeline, TransferError, Write
 
 
 @dataclass
@@ -40,13 +29,19 @@ class RecordingChannel:
     breaks_when_posted: set[int] = field(default_factory=set)
     breaks_when_awaited: set[int] = field(default_factory=set)
 
-    def submit(self, batch: Descriptors) -> Recorded:
+    def submit(self, batch: Descriptors) -> Pending:
         self.lengths.append(len(batch.lengths))
         if len(self.lengths) - 1 in self.breaks_when_posted:
             raise RuntimeError("a bug")
         self.in_flight.append(len(self.lengths) - 1)
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
-        return Recorded(self, len(self.lengths) - 1)
+        return partial(self._end, len(self.lengths) - 1)
+
+    def _end(self, number: int) -> Outcome:
+        self.in_flight.remove(number)
+        if number in self.breaks_when_awaited:
+            raise RuntimeError("a bug")
+        return self.outcomes.get(number, Outcome.LANDED)
 
     def check(self) -> None:
         if self.dead:
