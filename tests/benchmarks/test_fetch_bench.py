@@ -6,18 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fetch.__main__ import main
-from benchmarks.fetch.measure import Case
 from benchmarks.reading import Shape, measured
-
-
-def test_the_choice_is_right_if_it_is_the_faster_way() -> None:
-    def case(fetching: float | None, estimated_fetching: float) -> Case:
-        return Case("tcp", 0, 1000, 2.0, fetching, None, None, 2.0, estimated_fetching)
-
-    assert case(1.0, 1.9).is_right
-    assert case(None, 2.1).is_right
-    assert not case(1.0, 2.1).is_right
-    assert not case(2.5, 1.9).is_right
 
 
 @pytest.mark.slow

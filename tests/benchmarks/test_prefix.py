@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks.prefix import timing
 from benchmarks.prefix.__main__ import main, simulate
-from benchmarks.prefix.policies import play_cache, play_ideal, play_lru
 from benchmarks.prefix.trace import TracedPrompt
 
 
@@ -35,15 +34,6 @@ def sessions(count: int, seed: int = 0) -> list[TracedPrompt]:
         prompts.append(prompt(512 * len(history) + generator.randrange(1, 512), *history, next_id))
         next_id += 1
     return prompts
-
-
-def test_by_hand() -> None:
-    prompts = [prompt(512, 1), prompt(512, 2), prompt(1024, 1, 3), prompt(512, 2)]
-    assert play_ideal(prompts) == 1024
-    assert play_cache(prompts, 32) == 1024
-    assert play_cache(prompts, 16) == play_lru(prompts, 16, from_the_end=True) == 512
-    assert play_cache(prompts, 20) == play_lru(prompts, 20, from_the_end=True) == 512 + 256
-    assert play_lru(prompts, 20, from_the_end=False) == 512
 
 
 def test_the_cache_finds_what_the_ideal_finds_and_never_less_than_lru() -> None:

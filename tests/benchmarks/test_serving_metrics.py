@@ -81,12 +81,6 @@ def test_a_good_request_keeps_both_bounds(slo: Slo, good: bool) -> None:
     assert summarize([STEADY], slo).goodput == pytest.approx(good / 1.4)
 
 
-def test_one_slow_token_in_a_thousand_does_not_spoil_a_request() -> None:
-    times = [0.01 * number for number in range(1000)]
-    almost = outcome(*((at, 1) for at in times), (times[-1] + 5.0, 1))
-    assert Slo(itl=0.02).is_met(Answered(almost))
-
-
 def test_counts_that_do_not_agree_are_counted() -> None:
     counts = Counts.of(
         [

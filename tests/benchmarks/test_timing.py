@@ -10,23 +10,12 @@ import torch
 
 from benchmarks.grammar.steps import GrammarSteps
 from benchmarks.kernel_times import exclusive_times
-from benchmarks.overlap.node import LONG_GAP_US, gaps
+from benchmarks.overlap.node import LONG_GAP_US
 from control.grammar import TextChoice
 from tests.engine.grammar.small import PADDED, compiled, encode
 
 US = 1000
 LONG = round(LONG_GAP_US * US)
-
-
-@pytest.mark.parametrize(
-    ("kernels", "all_and_long"),
-    [
-        ([(0, 5 * US), (6 * US, 10 * US), (10 * US + 2 * LONG, 11 * US + 2 * LONG)], (1 * US + 2 * LONG, 2 * LONG)),
-        ([(0, 50 * US), (10 * US, 20 * US), (30 * US, 40 * US), (51 * US, 60 * US)], (1 * US, 0)),  # side by side
-    ],
-)
-def test_gaps_between_kernels_are_added_up(kernels: list[tuple[int, int]], all_and_long: tuple[int, int]) -> None:
-    assert gaps(kernels) == all_and_long
 
 
 @pytest.mark.slow
