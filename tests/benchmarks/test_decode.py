@@ -6,10 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from base.errors import StartupError
-from benchmarks.decode.bench import _numbers
 from benchmarks.decode.config import DecodeBench
-from benchmarks.decode.timing import StepTiming, part_of
+from benchmarks.decode.timing import part_of
 from benchmarks.decode.workload import GivenSelection, Requests, model_of
 from benchmarks.stepping import GREEDY, launch, next_tokens
 from engine.runner import ModelRunner
@@ -39,26 +37,6 @@ def test_kernels_of_this_project_are_known_by_their_names(part: StepPart, kernel
     for name in kernels:
         assert any(f" {name}(" in source for source in SOURCES), name
         assert part_of(name) is part
-
-
-def test_parts_are_the_whole_step_and_other_kernels_belong_to_one() -> None:
-    kernels = {
-        "_score_pages": 1.0,
-        "swap_in": 2.0,
-        "void at::native::mbtopk::computeBlockDigitCounts<float, unsigned int, unsigned int, 1>": 0.25,
-        "void at_cuda_detail::cub::detail::scan_by_key::DeviceScanByKeyKernel<": 0.25,
-        "nvjet_sm90_tst_64x8_64x16_4x1_v_bz_TNT": 0.5,
-        "copy_items": 3.0,
-    }
-    timing = StepTiming(10.0, 11.0, 9.0, 0.0, 0.0, kernels={name: (ms, 2.0) for name, ms in kernels.items()})
-    expected = {
-        StepPart.INDEX: 1.0,
-        StepPart.SWAP_IN: 2.0,
-        StepPart.TOP_K: 0.5,
-        StepPart.PROJECTIONS: 0.5,
-        StepPart.REST: 6.0,
-    }
-    assert {part: ms for part, ms in timing.parts.items() if ms} == expected
 
 
 def small_sizes(model_type: str = "deepseek_v32", layers: int = 2, **others: object) -> PreTrainedConfig:
@@ -155,9 +133,3 @@ def test_a_part_takes_the_larger_of_memory_and_arithmetic_then_the_link() -> Non
     assert Work(num_bytes=HBM_BYTES_PER_MS, operations=800e9 * 3).ms(50) == 3
     assert Work(num_bytes=HBM_BYTES_PER_MS, operations=800e9 * 3, in_fp8=True).ms(50) == 1.5
     assert Work(num_bytes=HBM_BYTES_PER_MS, link_bytes=100e6).ms(50) == 3
-
-
-def test_numbers_may_be_given_as_lists() -> None:
-    assert _numbers("--batch", ("1,16", "64"), least=1) == [1, 16, 64]
-    with pytest.raises(StartupError, match=r"^--batch 1,x: expected whole numbers from 1"):
-        _numbers("--batch", ("1,x",), least=1)

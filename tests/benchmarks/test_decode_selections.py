@@ -1,6 +1,5 @@
 """What the requests of `bench decode` are made to select, and that they decode with all KV in HBM as without."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -8,11 +7,9 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from base.errors import StartupError
-from benchmarks import commands
-from benchmarks.decode import bench, timing
+from benchmarks.decode import timing
 from benchmarks.decode.bench import _select
 from benchmarks.decode.config import DecodeBench
 from benchmarks.decode.selections import PublishedSelections, read_selections
@@ -122,15 +119,6 @@ def test_recorded_selections_are_played_from_different_steps(trace: Path) -> Non
 def test_what_cannot_be_selected_is_refused(shape: Shape, num_steps: int, word: str, message: str, trace: Path) -> None:
     with pytest.raises(StartupError, match=message):
         read_selections(word.format(trace), shape, num_steps, queries=1)
-
-
-def test_selections_are_flags_that_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    configs: list[DecodeBench] = []
-    run: Callable[[DecodeBench], None] = configs.append
-    monkeypatch.setattr(bench, "run_decode_bench", run)
-    words = ["--selections", "published", "--selections", "recorded:a.npz", "--new-positions", "0,70", "--resident"]
-    assert CliRunner().invoke(commands.app, ["decode", *words]).exit_code == 0
-    assert configs == [DecodeBench(selections=("published", "recorded:a.npz"), new_positions=("0,70",), resident=True)]
 
 
 @pytest.mark.parametrize(("drafts", "resident"), [(0, False), (2, False), (2, True)])

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from base.errors import StartupError
 from benchmarks.decode.workload import build_model, model_of
 from benchmarks.prefill.config import PrefillBench
 from benchmarks.prefill.timing import PARTS, ChunkTiming, KernelTime, by_part
@@ -80,9 +79,3 @@ def test_work_of_published_experts() -> None:
         layer.attention.key_map.numel() + layer.attention.value_map.numel() for layer in model.network.layers[:-1]
     )
     assert maps.operations == 2 * 8192 * (absorbed + 7168 * 256), "a rank routes its own tokens"
-
-
-@pytest.mark.parametrize("words", [("x",), ("8191",), ("16384", "-1")])
-def test_a_context_that_is_no_number_or_less_than_a_chunk_is_refused(words: tuple[str, ...]) -> None:
-    with pytest.raises(StartupError, match=f"--context {' '.join(words)}: expected whole numbers from 8192"):
-        _ = PrefillBench(contexts=words).lengths

@@ -1,17 +1,26 @@
-"""The simulation of the prefix cache on traces."""
+"""The simulation of the prefix cache on traces, and what a cache brings and costs, by services that compute nothing."""
 
 import json
+import os
 import random
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from benchmarks.prefix import timing
 from benchmarks.prefix.__main__ import main, simulate
-from benchmarks.prefix.policies import play_cache, play_ideal, play_lru
 from benchmarks.prefix.trace import TracedPrompt
+from benchmarks.prefix_cost import subject
+from benchmarks.prefix_cost.measure import CostPlan, measure
+from benchmarks.prefix_cost.report import print_costs, write_json
+from benchmarks.serving.client import Endpoint
+from benchmarks.serving.stub import MODEL, Reply
+from tests.benchmarks.conftest import CachingStub, Json, in_full
 
 
 def prompt(length: int, *ids: int) -> TracedPrompt:
@@ -35,15 +44,6 @@ def sessions(count: int, seed: int = 0) -> list[TracedPrompt]:
         prompts.append(prompt(512 * len(history) + generator.randrange(1, 512), *history, next_id))
         next_id += 1
     return prompts
-
-
-def test_by_hand() -> None:
-    prompts = [prompt(512, 1), prompt(512, 2), prompt(1024, 1, 3), prompt(512, 2)]
-    assert play_ideal(prompts) == 1024
-    assert play_cache(prompts, 32) == 1024
-    assert play_cache(prompts, 16) == play_lru(prompts, 16, from_the_end=True) == 512
-    assert play_cache(prompts, 20) == play_lru(prompts, 20, from_the_end=True) == 512 + 256
-    assert play_lru(prompts, 20, from_the_end=False) == 512
 
 
 def test_the_cache_finds_what_the_ideal_finds_and_never_less_than_lru() -> None:
@@ -71,3 +71,49 @@ def test_the_command_writes_tables_json_and_a_figure(
     assert len(document["operations"]) == 5
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert "never worse than LRU over blocks" in capsys.readouterr().out
+
+
+@dataclass(frozen=True)
+class Stubbed:
+    """A service that runs. Its processes are those of this test."""
+
+    label: str
+    base_url: str
+
+    @contextmanager
+    def running(self) -> Iterator[Endpoint]:
+        yield Endpoint(self.label, self.base_url, MODEL, process_id=os.getpid())
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "_SETTLE_S", 0.0)
+
+
+def test_both_services_are_asked_the_same_and_what_was_cached_is_reported(
+    stub: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caching, asked = CachingStub(), []
+
+    async def silent(request: Json, reply: Reply) -> None:
+        asked.append(request)
+        await in_full(request, reply)
+
+    on, off = Stubbed("on", stub(caching.answer)), Stubbed("off", stub(silent))
+    plan = CostPlan(prompt_tokens=1000, shared_tokens=950, rounds=2, pair_tokens=50, pairs=3)
+    report = measure(on, off, plan, vocab_size=256, timeout=30.0)
+    prompts = [request["prompt"] for request in asked]
+    assert prompts == [request["prompt"] for request in caching.asked]
+    assert len(prompts) == 1 + 3 + 2 * 2
+    new, again = prompts[4:6]
+    assert new[:950] == again[:950]
+    assert new[950:] != again[950:]
+    with_cache, without = report.first_tokens
+    assert (with_cache.cached_tokens, without.cached_tokens) == ([14 * 64] * 2, [None] * 2)
+    assert report.processor is not None
+    assert len(report.processor.ratios) == len(report.processor.first) == 3
+    assert max(report.processor.tokens) <= 50
+    print_costs(report, Console(width=80))
+    assert "896" in capsys.readouterr().out.split()
+    write_json(tmp_path / "out.json", report)
+    assert json.loads((tmp_path / "out.json").read_text())["processor"]["labels"] == ["on", "off"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from base.errors import StartupError
-from benchmarks.serving.load import Closed, Load, Open, Scheduled, arrivals
+from benchmarks.serving.load import Closed, Load, Open, arrivals
 from benchmarks.serving.workload import Prompt, RandomPrompts, read_prompts
 
 
@@ -40,38 +40,6 @@ def test_a_load_has_so_many_requests_under_way(load: Load, together: int) -> Non
         assert gate.most == together
 
     asyncio.run(asyncio.wait_for(drive(), 30))
-
-
-def test_a_schedule_sends_each_request_at_its_time() -> None:
-    sent: list[float] = []
-
-    async def send(request: int) -> int:
-        sent.append(asyncio.get_running_loop().time())
-        return request
-
-    async def drive() -> None:
-        begun = asyncio.get_running_loop().time()
-        assert await Scheduled((0.0, 0.0, 0.05)).drive(range(3), send) == [0, 1, 2]
-        assert sent[2] - begun >= 0.05
-
-    asyncio.run(drive())
-
-
-@pytest.mark.parametrize("load", [Closed(2), Open(math.inf), Scheduled((0.0, 0.0))])
-def test_what_ends_one_request_ends_all(load: Load) -> None:
-    ended: list[int] = []
-
-    async def send(request: int) -> None:
-        if request == 1:
-            raise RuntimeError("a bug")
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append(request)
-
-    with pytest.raises(ExceptionGroup):
-        asyncio.run(load.drive(range(2), send))
-    assert ended == [0]
 
 
 def test_arrivals_are_a_poisson_process_that_a_seed_repeats() -> None:

@@ -15,8 +15,7 @@ from benchmarks.serving.config import ServingBench
 from benchmarks.serving.replay import Scale, TraceReplay, read_replay
 from benchmarks.serving.services import local_services
 from benchmarks.serving.workload import Prompt
-from tests.benchmarks.caching import CachingStub
-from tests.benchmarks.conftest import bench, in_full, refusal, started
+from tests.benchmarks.conftest import CachingStub, bench, in_full, refusal, started
 
 TRACE = [
     {"timestamp": 1000, "input_length": 1100, "output_length": 40, "hash_ids": [5, 6, 7]},

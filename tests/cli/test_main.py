@@ -135,7 +135,7 @@ def test_help_groups_flags_by_subject_and_cuts_no_name(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
-        main([command, "--help"])
+        main([command, "-h"])
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     sections = {section.partition(":\n")[0]: section for section in text.split("\n\n")[2:]}
@@ -148,13 +148,6 @@ def test_help_groups_flags_by_subject_and_cuts_no_name(
 def test_every_field_of_a_panel_is_one() -> None:
     fields = {flag.field.name for kind in COMMANDS.values() for flag in declared_flags(kind)}
     assert [name for names in PANELS.values() for name in names.split() if name not in fields] == []
-
-
-def test_h_is_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", "-h"])
-    assert ended.value.code == 0
-    assert "--model-path" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 
 import decode_node.process
+import prefill_node.process
 from base.errors import ProcessFailed, StartupError
+from base.version import VERSION
 from cli import rank_group, serve
 from cli.rank_group import plan_ranks, run_rank, supervise
 from cli.serve import Child
+from control.codec import PROTOCOL_VERSION
 from decode_node.config import DecodeConfig
 from prefill_node.config import PrefillConfig
 from ranks import watch
 from ranks.barrier import GroupFailed
+from ranks.group import SingleRank
 from ranks.place import RankPlace, create_places
 from ranks.status import SharedStatus
+from service.config import NodeConfig
+from service.node_model import common_to_ranks
+from tests.decode_node.test_process import SPEC
 
 PLACES = create_places(3)
 Refused = Callable[..., str]
@@ -36,6 +44,7 @@ def flag(child: Child, name: str) -> str:
 
 
 def test_each_rank_has_its_own_ports_and_device_and_the_same_flags() -> None:
+    assert [flag(child, "--port") for child in planned(port=0, control_port=0)] == ["0"] * 3
     children = planned(device="cuda:2", gateways=("10.0.0.1:8001", "10.0.0.2:8001"), max_running_requests=7)
     assert [flag(child, "--port") for child in children] == ["8020", "8022", "8024"]
     assert [flag(child, "--control-port") for child in children] == ["8021", "8023", "8025"]
@@ -60,12 +69,6 @@ def test_ranks_of_a_prefill_node_have_lines_to_the_first_one() -> None:
         assert ends < set(child.descriptors)
     for descriptor in places[0].descriptors:
         os.close(descriptor)
-
-
-def test_free_ports_stay_free_ones_and_cpus_are_shared() -> None:
-    children = planned(port=0, control_port=0, device="cpu")
-    assert [flag(child, name) for child in children for name in ("--port", "--control-port")] == ["0"] * 6
-    assert [flag(child, "--device") for child in children] == ["cpu"] * 3
 
 
 @pytest.mark.parametrize("ports", [(8020, 8024), (65532, 9000)])
@@ -145,23 +148,8 @@ STUBBORN = f"{IGNORE}; {FOR_EVER}"
 FAILS = "import sys; sys.exit(1)"
 CANNOT_START = "import sys; sys.exit(2)"
 ENDS_IN_PEACE = "import os; os.kill(os.getpid(), 15)"
+KILLED = "import os; os.kill(os.getpid(), 9)"
 STOPPED = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
-
-
-def test_a_killed_rank_ends_the_others_within_three_seconds(supervised: Supervised, tmp_path: Path) -> None:
-    """It is killed once the stubborn one ignores signals."""
-    ignores, killed = tmp_path / "ignores", tmp_path / "killed"
-    stubborn = f"import pathlib; {IGNORE}; pathlib.Path({str(ignores)!r}).touch(); {FOR_EVER}"
-    is_killed = f"""
-import os, pathlib, time
-while not os.path.exists({str(ignores)!r}):
-    time.sleep(0.01)
-pathlib.Path({str(killed)!r}).write_text(str(time.monotonic()))
-os.kill(os.getpid(), 9)
-"""
-    ended = supervised(FOR_EVER, is_killed, stubborn)
-    assert time.monotonic() - float(killed.read_text()) < 3
-    assert ended == (1, "error: rank 1 was killed by SIGKILL; all ranks were stopped\n")
 
 
 LOST = "rank 0 on host 0 was not heard for 30 s"
@@ -173,6 +161,7 @@ OTHER_VERSION = "rank 1: rank 0 has version 1, rank 1 has version 2"
 @pytest.mark.parametrize(
     ("programs", "options", "code", "reason"),
     [
+        ([FOR_EVER, KILLED, STUBBORN], {}, 1, "rank 1 was killed by SIGKILL"),
         ([FOR_EVER, CANNOT_START], {"reports": {1: UNBINDABLE}, "code": 2}, 2, UNBINDABLE),
         ([FAILS, FAILS], {"reports": {0: "rank 1 ended in step 7", 1: OUT_OF_MEMORY}}, 1, OUT_OF_MEMORY),
         ([FAILS, FAILS], {"reports": {0: LOST, 1: "rank 0 ended", 2: "rank 0 ended in step 7"}, "first": 1}, 1, LOST),
@@ -180,6 +169,7 @@ OTHER_VERSION = "rank 1: rank 0 has version 1, rank 1 has version 2"
         ([STOPPED], {"first": 1, "step_timeout": 0.25}, 1, "rank 1 hangs: its loop has not turned for 0.5 s"),
     ],
     ids=[
+        "a rank that is killed",
         "a rank that cannot start",
         "the one to blame of several",
         "the rank of another host that was lost",
@@ -245,3 +235,13 @@ def test_a_rank_leaves_its_reason(monkeypatch: pytest.MonkeyPatch, error: Except
         run_rank(DecodeConfig(model_path=Path("/m"), ranks=2), place)
     assert getattr(ended.value, "exit_code", 1) == code
     assert SharedStatus(place.status, 2).reported(1) == (text, code)
+
+
+@pytest.mark.parametrize(
+    ("process", "config"), [(decode_node.process, DecodeConfig), (prefill_node.process, PrefillConfig)]
+)
+def test_ranks_compare_versions_checkpoints_and_what_they_compute_in(process: Any, config: type[NodeConfig]) -> None:
+    given = config(model_path=Path(), ranks=2)
+    compared = {**common_to_ranks(SingleRank(torch.device("cpu")), given, SPEC), **process.common_to_ranks(given)}
+    assert compared["version"] == f"{VERSION} (protocol {PROTOCOL_VERSION})"
+    assert compared.keys() >= {"fingerprint", "kv_format", "ranks", "computes_in_fp8"}

@@ -16,7 +16,7 @@ from base.errors import StartupError
 from cli import serve, serve_checks
 from cli.config import ServeConfig
 from cli.main import app, main
-from cli.serve import Child, ServePlan, devices_for, free_port, processes, serve_until_stopped
+from cli.serve import Child, ServePlan, devices_for, free_port, processes
 
 
 @pytest.fixture(autouse=True)
@@ -74,10 +74,27 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_every_node_has_a_gpu_of_its_own() -> None:
-    gateway, *nodes = plan(decode_nodes=2, devices=devices_for("cuda", 3, None)).children()
+@pytest.mark.parametrize(
+    ("device", "fraction", "numbers"),
+    [("cuda", None, [0, 1, 2]), ("cuda", 0.4, [0, 1, 2, 3, 0]), ("cuda:1", None, [1, 1, 1]), ("cpu", None, [])],
+)
+def test_every_node_has_a_gpu_of_its_own_or_what_it_may_take(
+    device: str, fraction: float | None, numbers: list[int]
+) -> None:
+    count = len(numbers) or 3
+    gateway, *nodes = plan(decode_nodes=count - 1, devices=devices_for(device, count, fraction)).children()
     assert "--device" not in gateway.words
-    assert devices(nodes) == ["cuda:0", "cuda:1", "cuda:2"]
+    assert devices(nodes) == ([f"cuda:{number}" for number in numbers] or ["cpu"] * 3)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nodes", "message"),
+    [(4, 5, r"5 nodes, one per GPU, and this machine has 4; .* --mem-fraction-static"), (0, 1, "has no CUDA device")],
+)
+def test_more_nodes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, gpus: int, nodes: int, message: str) -> None:
+    monkeypatch.setattr(serve, "count_gpus", lambda: gpus)
+    with pytest.raises(StartupError, match=message):
+        devices_for("cuda", nodes, None)
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -93,63 +110,6 @@ def test_a_node_of_several_ranks_has_as_many_gpus_from_its_own_on() -> None:
     _, prefill, decode = both.children()
     assert devices([prefill, decode]) == ["cuda:0", "cuda:2"]
     assert prefill.words[prefill.words.index("--ranks") + 1] == "2"
-
-
-@pytest.mark.usefixtures("four_gpus")
-def test_nodes_share_gpus_only_if_it_is_said_what_each_may_take() -> None:
-    with pytest.raises(StartupError, match=r"5 nodes, one per GPU, and this machine has 4; .* --mem-fraction-static"):
-        devices_for("cuda", 5, None)
-    _, *nodes = plan(decode_nodes=4, devices=devices_for("cuda", 5, 0.4)).children()
-    assert devices(nodes) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:0"]
-
-
-@pytest.mark.usefixtures("four_gpus")
-@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
-def test_a_device_that_is_named_is_that_of_all_nodes(device: str) -> None:
-    assert devices_for(device, 9, None) == (device,)
-
-
-def test_without_a_gpu_there_is_nothing_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "count_gpus", lambda: 0)
-    with pytest.raises(StartupError, match="this machine has no CUDA device"):
-        devices_for("cuda", 1, 0.4)
-
-
-GATEWAY = """
-import pathlib, signal, sys
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-pathlib.Path(sys.argv[1]).touch()
-signal.sigwait({signal.SIGTERM})
-print("the gateway stops", file=sys.stderr)
-"""
-DECODE = """
-import pathlib, sys, time
-while not pathlib.Path(sys.argv[1]).exists():
-    time.sleep(0.01)
-sys.exit(2)
-"""
-
-
-def test_what_ended_is_said_last(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """The others say that they stop, which must not hide why."""
-    up = str(tmp_path / "up")
-    children = [Child("gateway", ["-c", GATEWAY, up], 1), Child("decode-0", ["-c", DECODE, up], 2)]
-    start = subprocess.Popen
-
-    def run_python(command: list[str], **options: Any) -> "subprocess.Popen[bytes]":
-        return start([command[0], *command[3:]], **options)
-
-    monkeypatch.setattr(serve.subprocess, "Popen", run_python)
-    monkeypatch.setattr(ServePlan, "children", lambda _: children)
-    monkeypatch.setattr(serve, "is_ready", lambda *_: False)
-    monkeypatch.setattr(serve.signal, "signal", lambda *_: None)
-    assert serve_until_stopped(plan()) == 2
-    assert capfd.readouterr().err.splitlines() == [
-        "the gateway stops",
-        "error: decode-0 ended with code 2; the others were stopped",
-    ]
 
 
 @pytest.fixture
@@ -220,11 +180,6 @@ def test_nodes_stay_on_the_loopback_interface(planned: Planned) -> None:
 def test_prompts_that_nothing_would_compute_are_refused_at_start(refused: Callable[..., str]) -> None:
     said = refused("serve", "--model-path", "/m", "--prefill-nodes", "0")
     assert "--prefill-nodes 0: nothing would compute prompts; give --allow-local-prefill" in said
-
-
-def test_the_url_says_whether_it_is_tls() -> None:
-    assert plan().url == "http://127.0.0.1:8000"
-    assert plan(ssl_certfile=Path("/c")).url == "https://127.0.0.1:8000"
 
 
 # --- ports for processes that are about to start ---

@@ -10,21 +10,9 @@ from structlog.testing import CapturingLogger
 from control import access, connections
 from control.codec import encode
 from control.keys import KeyPair, generate, generate_node, load_keys
-from control.messages import Cancel, Leaving, Peer
+from control.messages import Cancel, Peer
 from tests.control.harness import Start, Stranger, assert_serves, new_pair
 from tests.e2e.cluster import wait_until
-
-
-def test_processes_with_keys_understand_each_other(secure: Start) -> None:
-    gateway, decode = secure("gateway"), secure("decode")
-    for _ in range(100):
-        gateway.plane.send(decode.me, Cancel(request_id="r"))
-        decode.plane.send(gateway.me, Leaving())
-    for _ in range(100):
-        assert decode.take() == (gateway.me, Cancel(request_id="r"))
-        assert gateway.take() == (decode.me, Leaving())
-    assert set(decode.plane.refused.values()) == {0}
-
 
 # --- no key, wrong keys ---
 

@@ -118,19 +118,6 @@ def node() -> Iterator[StartNode]:
         one.control.stop()
 
 
-def test_a_node_registers_with_every_gateway_also_with_later_ones(gateway: StartGateway, node: StartNode) -> None:
-    first, second, late = gateway(), gateway(), gateway()
-    addresses = Listed(first, second)
-    me = node(addresses)
-    boot = me.control.me.boot_id
-    wait_until(lambda: boot in first.known and boot in second.known)
-    assert not late.known
-    addresses.list(first, second, late)
-    wait_until(lambda: boot in late.known)
-    me.membership.leave()
-    wait_until(lambda: all(Leaving() in one.seen for one in (first, second, late)))
-
-
 def test_a_gateway_is_kept_while_it_answers(
     gateway: StartGateway, node: StartNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,6 @@ import time
 import pytest
 import structlog
 
-from base.errors import StartupError
 from control import connections
 from control.codec import encode
 from control.messages import Cancel, Leaving, Message, Peer, Pong
@@ -18,13 +17,6 @@ from tests.e2e.cluster import wait_until
 Inbox = queue.SimpleQueue[tuple[Peer, Message]]
 WORD = Cancel(request_id="word")
 """What any gateway may say."""
-
-
-def test_messages_of_one_sender_keep_their_order(start: Start) -> None:
-    (a, _), (b, inbox) = start(), start()
-    for i in range(200):
-        a.send(b.me, Cancel(request_id=str(i)))
-    assert [inbox.get(timeout=5)[1] for _ in range(200)] == [Cancel(request_id=str(i)) for i in range(200)]
 
 
 def test_a_repeated_message_is_sent_until_answered(start: Start) -> None:
@@ -131,13 +123,6 @@ def test_a_plane_that_was_never_started_gives_its_port_back(start: Start) -> Non
     unused.stop()
     plane, _ = start(port=int(unused.me.address.rsplit(":", 1)[1]))
     assert plane.me.address == unused.me.address
-
-
-def test_a_taken_port_is_a_startup_error(start: Start) -> None:
-    plane, _ = start()
-    port = int(plane.me.address.rsplit(":", 1)[1])
-    with pytest.raises(StartupError, match=f"cannot bind the control port 127.0.0.1:{port}.*--control-port"):
-        start(port=port)
 
 
 def test_a_watched_process_answers_although_nobody_reads_its_inbox(start: Start) -> None:

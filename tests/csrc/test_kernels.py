@@ -180,15 +180,22 @@ def test_long_contexts_share_bits_where_shared_memory_is_short() -> None:
     assert crowded.shared_bytes <= H100_SHARED_MEMORY < replace(crowded, seen_bits=crowded.seen_bits + 1).shared_bytes
 
 
-def test_parameters_are_those_of_the_source_in_its_order() -> None:
-    fields = [name for name, *_ in params_of("copy_items.cu", "CopyItemsParams")._fields_]
-    expected = "from to from_layer_bytes to_layer_bytes from_slots to_slots counts bytes width"
-    assert fields == expected.split()
-
-
 @pytest.mark.parametrize("struct", ["struct P {\n    i64 a;\n    i32 b;  // half; as wide\n};", "struct Q {\n};"])
 def test_a_parameter_not_8_bytes_wide_is_refused(struct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.specialization.CSRC", tmp_path)
     (tmp_path / "kernel.cu").write_text(struct)
     with pytest.raises(TypeError, match="expected pointers and i64 as fields of P"):
         params_of("kernel.cu", "P")
+
+
+@pytest.mark.parametrize("rows", [1, 1000])
+@pytest.mark.parametrize("width", [100, 1 << 20])
+def test_a_device_without_clusters_has_one_block_per_row(rows: int, width: int) -> None:
+    assert top_k.choose_geometry(rows, width, *top_k.specializations(shared_memory=101376), {1: 108}).cluster == 1
+
+
+def test_two_blocks_of_the_kernel_for_many_rows_fit_a_processor() -> None:
+    few, many = top_k.specializations(H100_SHARED_MEMORY)
+    assert 2 * (many.shared_bytes + 1024) <= 228 * 1024
+    assert few.shared_bytes <= H100_SHARED_MEMORY
+    assert all(kernel.kept % 32 == kernel.fixed_bytes % 16 == 0 for kernel in (few, many))

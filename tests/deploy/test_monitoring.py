@@ -1,4 +1,4 @@
-"""Alert rules and dashboard: they fire when they should, and name only what processes export."""
+"""Alert rules and dashboard fire when they should and name what processes export; the pages say what they say."""
 
 import re
 import shutil
@@ -14,6 +14,8 @@ from base.metrics import TRANSFER_FAILURES, Metrics
 from decode_node.request import RequestState
 from deploy.monitoring.generate import HERE, dashboard, files
 from prefill_node.attempt import HeldState
+from tests.docs.sizing import INSTALL, Example, with_example
+from tests.test_house import ROOT
 
 TARGET_LABELS = {"job", "instance", "component"}
 """What the scrape configuration adds to every series."""
@@ -98,7 +100,7 @@ def test_every_alert_fires_somewhere_in_that_test() -> None:
         for case in test["alert_rule_test"]
         if case["exp_alerts"]
     }
-    assert fired == {rule["alert"] for rule in RULES if "alert" in rule}
+    assert fired == set(ALERTS)
 
 
 def test_the_queries_of_the_dashboard_are_valid(tmp_path: Path) -> None:
@@ -170,20 +172,26 @@ def test_slow_tokens_want_decode_nodes_only_where_steps_are_large(
     metric_is(tmp_path, "hisparse_pd_decode_inter_token_seconds", given, wanted, "{}")
 
 
-def test_the_service_monitor_finds_every_process_once() -> None:
-    spec = yaml.safe_load((HERE / "servicemonitor.yaml").read_text())["spec"]
-    wanted = spec["selector"]["matchLabels"].items()
-    [endpoint] = spec["endpoints"]
-    services = [
-        document
-        for path in sorted(KUBERNETES.glob("*.yaml"))
-        for document in yaml.safe_load_all(path.read_text())
-        if document and document["kind"] == "Service"
-    ]
-    scraped = [
-        service["metadata"]["labels"]["app.kubernetes.io/component"]
-        for service in services
-        if wanted <= service["metadata"]["labels"].items()
-        and any(port["name"] == endpoint["port"] for port in service["spec"]["ports"])
-    ]
-    assert sorted(scraped) == ["decode", "gateway", "prefill"]
+TROUBLESHOOT = (ROOT / "docs/operations/troubleshoot.md").read_text()
+ALERTS = {rule["alert"]: rule for rule in RULES if "alert" in rule}
+
+
+def test_the_worked_example_is_what_the_sizing_functions_say() -> None:
+    """`python -m tests.docs.sizing` rewrites it."""
+    text = INSTALL.read_text()
+    assert with_example(text) == text
+
+
+def test_the_worked_example_can_be_served() -> None:
+    example = Example()
+    sizes = example.sizes(example.running, example.pool_gib)
+    assert sizes.num_device_slots == sizes.asked_device_slots, "every request has a full hot buffer"
+    assert sizes.num_host_slots >= example.running * example.context, "and host memory for its whole context"
+    assert example.gpus * sizes.host_bytes <= (example.host_gib - example.reserved_gib) * 2**30
+
+
+def test_every_alert_has_a_row_and_every_row_an_alert() -> None:
+    rows = re.findall(r'^\| <a id="([a-z]+)"></a>`(\w+)` \| [^|]+ \| [^|]+ \|$', TROUBLESHOOT, flags=re.MULTILINE)
+    assert [alert for _, alert in rows] == list(ALERTS)
+    for anchor, alert in rows:
+        assert ALERTS[alert]["annotations"]["runbook_url"] == f"docs/operations/troubleshoot.md#{anchor}"

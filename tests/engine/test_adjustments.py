@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from control.messages import MAX_BAD_WORD_TOKENS, Sampling
 from engine.adjustments import Ban, BannedTokens, LogitAdjustments, adjusts
-from engine.sampling import NoToken, SamplingNeeds, draw, settings_of, tokens_of
 
 VOCAB = 40
 CPU = torch.device("cpu")
@@ -127,32 +126,6 @@ def test_a_step_reads_no_more_of_an_answer_than_the_lengths_of_words(words: list
     generated = CountedReads([7] * 10_000)
     BannedTokens(Sampling(bad_words=tuple(words)), ()).after(generated)
     assert generated.reads <= most
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_changes_that_overflow_cost_their_own_request_alone(temperature: float) -> None:
-    """Bounds keep such a penalty out. Here a request has one nevertheless."""
-    honest = Sampling(temperature=temperature, seed=1, frequency_penalty=0.5, top_logprobs=1)
-    hostile = Sampling.model_construct(temperature=temperature, repetition_penalty=1e-45, top_logprobs=1)
-    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
-
-    def tokens(requests: list[Sampling]) -> list[Any]:
-        adjustments = LogitAdjustments(2, VOCAB, CPU)
-        found = []
-        for row, sampling in enumerate(requests):
-            adjustments.admit(row, sampling, list(range(VOCAB)), [])
-        settings = torch.tensor([settings_of(sampling, VOCAB) for sampling in requests], dtype=torch.float64).T
-        rows = torch.arange(len(requests))
-        for key in (1, 5, 9):
-            changed = adjustments.apply(logits[rows], rows, [])
-            drawn = draw(logits[rows], settings, torch.full((len(requests),), key), SamplingNeeds.of(requests), changed)
-            adjustments.count(rows, drawn[:, 0].long())
-            found.append(tokens_of(drawn, requests))
-        return found
-
-    together = tokens([honest, hostile])
-    assert [step[:1] for step in together] == tokens([honest])
-    assert [step[1] for step in together] == [NoToken.NOT_FINITE] * 3
 
 
 @pytest.mark.parametrize("repetition", [0.01, 100.0])

@@ -58,26 +58,6 @@ def test_a_chunk_is_shared_by_several_requests() -> None:
     assert compute(prefill) == [(b, 2, 5)]
 
 
-def test_a_chunk_knows_the_token_after_each_of_its_own() -> None:
-    prefill = chunked(chunk_size=6)
-    prefill.add(NamedJob(torch.tensor([7, 3, 5, 3, 9, 1, 8, 2]), "a"))
-    prefill.start_waiting()
-    found = []
-    while (step := prefill.plan()) is not None:
-        found += [(chunk.token_ids.tolist(), chunk.next_ids.tolist()) for _, chunk in step.chunks]
-        prefill.complete(step)
-    assert found == [([7, 3, 5, 3, 9, 1], [3, 5, 3, 9, 1, 8]), ([8], [2])]
-
-
-def test_rows_are_as_long_as_the_sequence_with_the_token_that_is_decoded() -> None:
-    prefill = chunked()
-    prefill.add(job("a", 4))
-    prefill.start_waiting()
-    step = prefill.plan()
-    assert step is not None
-    assert [chunk.sequence_length for _, chunk in step.chunks] == [5]
-
-
 def test_a_started_prompt_has_its_pages_to_the_end() -> None:
     prefill = chunked(num_pages=3, page_size=4)
     a, b = job("a", 8), job("b", 8)
@@ -89,19 +69,6 @@ def test_a_started_prompt_has_its_pages_to_the_end() -> None:
     assert compute(prefill) == []
     prefill.release(a)
     assert compute(prefill) == [(b, 0, 6)]
-
-
-def test_a_forgotten_job_keeps_its_pages_until_it_is_released() -> None:
-    prefill = chunked()
-    a = job("a", 20)
-    prefill.add(a)
-    compute(prefill)
-    prefill.forget(a)
-    assert prefill.plan() is None
-    assert prefill.pool.free_pages == 8 - 5
-    prefill.release(a)
-    prefill.release(a)
-    assert prefill.pool.free_pages == 8
 
 
 def test_a_started_job_uses_what_the_one_before_it_has_computed_meanwhile() -> None:
@@ -151,15 +118,6 @@ def test_every_position_is_computed_once_and_lies_in_its_row(
                 prefill.release(each)
     assert reached == {each.key: each.num_tokens for each in jobs}
     assert prefill.pool.free_pages == prefill.pool.num_pages
-
-
-def test_buffers_are_one_per_layer_and_an_item_is_a_token() -> None:
-    pool = PagedKVPool(LAYOUT, num_pages=3, page_size=4, device=CPU)
-    info = pool.get_contiguous_buf_infos()
-    assert info.item_lengths == (16, 16, 8)
-    assert info.lengths == (12 * 16, 12 * 16, 12 * 8)
-    assert info.ptrs[1] == pool.kv[1].data_ptr()
-    assert info.num_items == 12
 
 
 @pytest.mark.parametrize(("tokens", "fits"), [(32, True), (33, False)])

@@ -213,14 +213,6 @@ def test_adversarial_sequences_follow_the_sequential_policy(name: str, sequence:
         check_step(residency, references, 0, [0], [sequence[first : first + queries]], [CONTEXT - queries])
 
 
-def test_what_does_not_fit_beside_the_queries_before_it_is_cut() -> None:
-    residency, references = fresh(4, window=4)
-    fits, own, too_many, fits_alone = [0, 1, 2, 3], [3, 30, 31, -1], [0, 32, 4, 4], [0, 1, 2, 3]
-    left = check_step(residency, references, 0, [0], [[fits, own, too_many, fits_alone]], [30])
-    assert left == [2]
-    assert state_of(residency, 0, 0)[0] == [0, 1, 2, 3], "what was cut takes no place"
-
-
 def test_slots_that_drafts_were_written_to_hold_nothing_once_a_row_is_long() -> None:
     residency, _ = fresh(8, window=4)
     residency.reset_short(0)

@@ -24,23 +24,6 @@ def settle(t: Tiers) -> None:
     t.stream.submit(lambda: None).result()
 
 
-def test_a_staged_request_decodes_after_its_copy() -> None:
-    with tiers() as t:
-        pages = Pages(4, 9)
-        slots = t.host_slots(9)
-        t.coordinator.admit_request_into_staging("r", slots, pages.staged, 9)
-        settle(t)
-        assert t.coordinator.staging.poll().landed == ["r"]
-        assert pages.released == 1
-        assert t.coordinator.staging.poll().landed == []
-        t.check_host_copy(slots, 4, 9)
-        t.seeds["r"], t.tokens["r"] = 4, 9
-        assert t.coordinator.admit_request_direct("r", slots, 9)
-        t.step(["r"], random.Random(0))
-        t.coordinator.request_finished("r")
-        assert t.coordinator.is_idle()
-
-
 def test_staging_does_not_hold_up_the_step_loop() -> None:
     with tiers() as t:
         gate = threading.Event()
@@ -73,17 +56,6 @@ def test_a_request_aborted_during_its_copy_is_freed_once_after_it() -> None:
         assert (pages.released, again.released, t.host.used) == (1, 1, 9)
 
 
-def test_a_request_aborted_after_its_copy_is_freed_at_once() -> None:
-    with tiers() as t:
-        pages = stage(t, "r", seed=1)
-        settle(t)
-        assert t.coordinator.staging.abort("r")
-        assert (pages.released, t.host.used) == (1, 0)
-        assert t.coordinator.staging.poll().landed == []
-        assert pages.released == 1
-        assert t.coordinator.is_idle()
-
-
 def test_a_request_in_staging_is_not_running() -> None:
     with tiers() as t:
         pages = stage(t, "r", seed=1)
@@ -92,19 +64,6 @@ def test_a_request_in_staging_is_not_running() -> None:
                 leave("r")
         with pytest.raises(LifecycleError, match="request r is here already"):
             t.coordinator.admit_request_into_staging("r", t.host_slots(9), pages.staged, 9)
-
-
-def test_a_copy_that_fails_is_reported_and_leaks_nothing() -> None:
-    with tiers() as t:
-        broken, good = Pages(1, 9), Pages(2, 9)
-        broken.staged.rows[0] = 99
-        for request_id, pages in (("broken", broken), ("good", good)):
-            t.coordinator.admit_request_into_staging(request_id, t.host_slots(9), pages.staged, 9)
-        settle(t)
-        staged = t.coordinator.staging.poll()
-        assert staged.landed == ["good"]
-        assert [type(error) for error in staged.failed.values()] == [IndexError]
-        assert (broken.released, good.released, t.host.used) == (1, 1, 9)
 
 
 @pytest.mark.parametrize("seed", range(4))

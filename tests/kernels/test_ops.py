@@ -1,4 +1,4 @@
-"""Which implementation of an operation a tensor gets."""
+"""Which implementation of an operation a tensor gets, and sums that are completed by who reads them."""
 
 import sys
 from collections.abc import Iterator
@@ -6,10 +6,13 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kernels import ops, torch_ops
 from kernels.fp8 import quantise_activations
-from kernels.operands import Activations, BlockFp8, RmsNorm
+from kernels.operands import Activations, BlockFp8, PartialSums, RmsNorm
+from kernels.torch_ops import float32_product
+from tests.kernels.fp8_cases import randn
 
 CUDA = torch.device("cuda", 0)
 
@@ -49,3 +52,17 @@ def test_a_norm_in_plain_torch_quantises_into_room() -> None:
     assert normed == Activations(normed.dense, *room)
     assert torch.equal(room[0].float(), values.float())
     assert torch.equal(room[1], scales)
+
+
+def test_parts_are_added_up_and_scaled() -> None:
+    parts = randn(3, 5, 4)
+    sums = PartialSums(parts, 0.5)
+    assert torch.equal(sums.reduce(), parts.sum(0) * 0.5)
+    assert torch.equal(sums[1:3].reduce(), sums.reduce()[1:3])
+    assert torch.equal(PartialSums.of(parts[0]).reduce(), parts[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cpu_multiplies_in_float32(dtype: torch.dtype) -> None:
+    x, weight = randn(3, 40).to(dtype), randn(8, 40, seed=1).to(dtype)
+    assert torch.equal(float32_product(x, weight, 0.25).reduce(), F.linear(x.float(), weight.float()) * 0.25)

@@ -55,17 +55,6 @@ def test_a_prompt_evicts_only_as_much_as_it_lacks() -> None:
     assert cache.lend(tokens_of("abc")) is None, "all that is cached is in use"
 
 
-def test_a_prompt_without_room_takes_and_gives_up_nothing() -> None:
-    cache = new_cache(num_pages=12, page_size=32)
-    running = lend(cache, tokens_of("hij"))
-    fill(cache, "ab")
-    assert cache.lend(tokens_of("abcd")) is None
-    assert cache.find(tokens_of("ab")) == 128
-    assert (cache.pool.free_pages, cache.cached_pages) == (2, 4)
-    cache.give_back(running)
-    assert lend(cache, tokens_of("abcd")).cached == 128
-
-
 def test_pages_that_are_no_parts_of_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match="pages of 128 tokens"):
         new_cache(page_size=128)

@@ -84,22 +84,6 @@ def test_a_request_keeps_its_own_slots_until_it_gives_them_back() -> None:
     assert as_full_as_at_start(pool)
 
 
-def test_blocks_are_given_up_for_whoever_needs_slots_the_oldest_first() -> None:
-    pool, cache = new_pool(64 * 4)
-    for number in (1, 2, 3):
-        pool.release(landed(pool, prompt(number)))
-    pool.release(cache.hold(prompt(1)))
-    assert pool.free == 256
-    taken = pool.allocate(64 + 65)
-    assert taken is not None
-    assert [len(cache.hold(prompt(number))) for number in (1, 2, 3)] == [64, 0, 0]
-    assert pool.free == 256 - 129 - 64
-    grown = pool.extend(taken, pool.free)
-    assert grown is not None
-    assert pool.free == 0
-    assert pool.extend(grown, 1) is None, "what is held is given up for nobody"
-
-
 def test_what_cannot_be_had_costs_the_cache_nothing() -> None:
     pool, cache = new_pool(256)
     pool.release(landed(pool, prompt(1, 2)))

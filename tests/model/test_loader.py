@@ -1,5 +1,7 @@
+import io
 import json
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import torch
 from damage import edit_config, edit_weights, refusal
 from networks import tensors_of
@@ -15,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from base.errors import StartupError
 from model import stored_weights
 from model.config import ModelSpec
-from model.loader import load_model, read_spec
+from model.loader import load_model, load_progress, read_spec
 from model.stored_weights import StoredTensor, StoredWeights
 from model.tiny import write_tiny_checkpoint
 from model.weights import RandomWeights
@@ -65,11 +68,6 @@ def test_loading_gives_the_spec_and_the_dtype(checkpoint: Path) -> None:
     assert model.spec == read_spec(checkpoint, torch.bfloat16, 100)
     assert model.spec.context_length == 100
     assert model.device == CPU
-
-
-def test_sharded_weights_load(damaged: Path) -> None:
-    shard(damaged)
-    assert load_model(damaged, torch.float32, CPU).spec.num_layers == 5
 
 
 def test_beside_the_tensors_only_some_pieces_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,18 +125,18 @@ def test_a_config_that_is_no_json_object_is_refused(damaged: Path, content: str)
     assert "config.json" in refusal(damaged)
 
 
-@pytest.mark.parametrize("model_type", ["llama", None, 3])
-def test_other_models_are_refused(damaged: Path, model_type: object) -> None:
-    edit_config(damaged, model_type=model_type)
-    assert refusal(damaged).endswith(
-        f"is not a sparse-attention (DSA) checkpoint: its model_type is {model_type!r}; "
-        "supported: deepseek_v32, glm_moe_dsa"
-    )
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+PACKED: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}}
+BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        *(
+            ({"model_type": name}, f"its model_type is {name!r}; supported: deepseek_v32, glm_moe_dsa")
+            for name in ("llama", None, 3)
+        ),
         ({"q_lora_rank": None}, "q_lora_rank null"),
         ({"hidden_size": "wide"}, "not a valid glm_moe_dsa config"),
         ({"attention_bias": True}, "attention_bias True is not served"),
@@ -147,6 +145,20 @@ def test_other_models_are_refused(damaged: Path, model_type: object) -> None:
         ({"indexer_types": ["shared"] * 5}, "the first one 'full'"),
         ({"indexer_types": ["full"] * 4}, "each of its 5 layers"),
         ({"indexer_types": ["full"] * 4 + ["none"]}, "'full' or 'shared'"),
+        ({"quantization_config": GPTQ}, "has quantised weights (quantization_config: gptq), which are not served"),
+        ({"quantization_config": PACKED}, "(quantization_config: compressed-tensors), which are not served"),
+        ({"compression_config": PACKED}, "(compression_config: compressed-tensors), which are not served"),
+        ({"quantization_config": "fp8"}, "(quantization_config: fp8), which are not served"),
+        *(
+            ({"quantization_config": {**BLOCK_FP8, name: value}}, f"has weights in fp8 with {name} {value}, which are")
+            for name, value in (
+                ("weight_block_size", [64, 64]),
+                ("weight_block_size", None),
+                ("activation_scheme", "static"),
+                ("fmt", "e5m2"),
+                ("scale_fmt", "e4m3"),
+            )
+        ),
     ],
 )
 def test_a_config_that_cannot_work_is_refused(damaged: Path, changes: dict[str, Any], message: str) -> None:
@@ -154,91 +166,41 @@ def test_a_config_that_cannot_work_is_refused(damaged: Path, changes: dict[str, 
     assert message in refusal(damaged)
 
 
-@pytest.mark.parametrize(
-    ("key", "config", "named"),
-    [
-        ("quantization_config", {"quant_method": "gptq", "bits": 4, "group_size": 128}, "(quantization_config: gptq)"),
-        (
-            "quantization_config",
-            {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
-            "(quantization_config: compressed-tensors)",
-        ),
-        ("compression_config", {"quant_method": "compressed-tensors"}, "(compression_config: compressed-tensors)"),
-        ("quantization_config", "fp8", "(quantization_config: fp8)"),
-    ],
-)
-def test_quantised_weights_are_refused_by_name(damaged: Path, key: str, config: object, named: str) -> None:
-    edit_config(damaged, **{key: config})
-    with pytest.raises(StartupError) as refused:
-        read_spec(damaged, torch.bfloat16)
-    assert f"has quantised weights {named}, which are not served" in str(refused.value)
-    assert str(refused.value).endswith("give a checkpoint with weights in float32, bfloat16 or block-fp8")
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"weight_block_size": [64, 64]}, "weight_block_size [64, 64]"),
-        ({"weight_block_size": None}, "weight_block_size None"),
-        ({"activation_scheme": "static"}, "activation_scheme static"),
-        ({"fmt": "e5m2"}, "fmt e5m2"),
-        ({"scale_fmt": "e4m3"}, "scale_fmt e4m3"),
-    ],
-)
-def test_other_kinds_of_fp8_are_refused_by_name(damaged: Path, changes: dict[str, Any], named: str) -> None:
-    block = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    edit_config(damaged, quantization_config={**block, **changes})
-    assert f"has weights in fp8 with {named}, which are not served" in refusal(damaged)
-
-
 def test_a_config_that_names_no_quantisation_is_served(damaged: Path) -> None:
     edit_config(damaged, quantization_config=None)
     assert read_spec(damaged, torch.bfloat16).num_layers == 5
 
 
-def test_missing_weights_are_refused(damaged: Path) -> None:
-    (damaged / "model.safetensors").unlink()
-    assert "expected model.safetensors or model.safetensors.index.json" in refusal(damaged)
+def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
+    file = path / "model.safetensors"
+    file.write_bytes(change(file.read_bytes()))
 
 
-def test_a_missing_shard_is_refused_by_name(damaged: Path) -> None:
-    shards = shard(damaged)
-    (damaged / shards[1]).unlink()
-    assert f"lacks 1 of the 2 weight files that model.safetensors.index.json names: {shards[1]}" in refusal(damaged)
-
-
-def test_an_index_without_a_weight_map_is_refused(damaged: Path) -> None:
-    (damaged / "model.safetensors").unlink()
-    (damaged / "model.safetensors.index.json").write_text("{}")
-    assert refusal(damaged).endswith("has no weight_map")
+def without_weight_map(path: Path) -> None:
+    shard(path)
+    (path / "model.safetensors.index.json").write_text("{}")
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda content: content[:-10], "bytes long by its header, but it is"),
-        (lambda content: content[:100], "header is cut off"),
-        (lambda content: b"", "header is cut off"),
-        (lambda content: content[:8] + b"x" * (len(content) - 8), "header is not valid"),
+        (lambda path: (path / "model.safetensors").unlink(), "expected model.safetensors or model.safetensors.index"),
+        (lambda path: (path / shard(path)[1]).unlink(), "lacks 1 of the 2 weight files that model.safetensors.index"),
+        (without_weight_map, "has no weight_map"),
+        (lambda path: rewrite(path, lambda content: content[:-10]), "bytes long by its header, but it is"),
+        (lambda path: rewrite(path, lambda content: content[:100]), "header is cut off"),
+        (lambda path: rewrite(path, lambda content: b""), "header is cut off"),
+        (lambda path: rewrite(path, lambda content: content[:8] + b"x" * (len(content) - 8)), "header is not valid"),
+        (lambda path: edit_weights(path, **{"model.norm.weight": None}), "lacks 1 weights: model.norm.weight"),
+        (
+            lambda path: edit_weights(path, **{"model.norm.weight": torch.ones(3)}),
+            "has weights of other shapes: model.norm.weight is [3] instead of [64]",
+        ),
     ],
-    ids=["data cut off", "header cut off", "empty", "header garbled"],
 )
-def test_damaged_weight_files_are_refused(damaged: Path, damage: Callable[[bytes], bytes], message: str) -> None:
-    file = damaged / "model.safetensors"
-    file.write_bytes(damage(file.read_bytes()))
+def test_damaged_weight_files_are_refused(damaged: Path, damage: Callable[[Path], object], message: str) -> None:
+    damage(damaged)
     assert message in refusal(damaged)
-
-
-def test_weights_that_are_absent_are_refused_by_name(damaged: Path) -> None:
-    edit_weights(damaged, **{"model.layers.1.self_attn.o_proj.weight": None, "model.norm.weight": None})
-    message = refusal(damaged)
-    assert "lacks 2 weights" in message
-    assert "model.layers.1.self_attn.o_proj.weight, model.norm.weight" in message
-
-
-def test_weights_of_another_shape_are_refused(damaged: Path) -> None:
-    edit_weights(damaged, **{"model.norm.weight": torch.ones(3)})
-    assert refusal(damaged).endswith("has weights of other shapes: model.norm.weight is [3] instead of [64]")
 
 
 def test_the_fingerprint_tells_models_apart(checkpoints: dict[str, Path], tmp_path: Path) -> None:
@@ -284,3 +246,31 @@ def test_head_weights_are_not_rounded(stored: torch.dtype, served: torch.dtype, 
     weights = StoredWeights({"weights_proj": held}, torch.device("meta"), served)
     assert weights.unrounded("weights_proj", (4, 8)).dtype == kept
     assert RandomWeights(CPU, served).unrounded("weights_proj", (4, 8)).dtype == served
+
+
+GIB = 1 << 30
+
+
+def test_a_log_has_a_line_for_every_tenth_and_one_for_the_end() -> None:
+    with structlog.testing.capture_logs() as logs, load_progress("loading weights", 40 * GIB) as advance:
+        for _ in range(80):
+            advance(GIB // 2)
+    assert [entry["done"] for entry in logs[:-1]] == [f"{tenth}0%" for tenth in range(1, 10)]
+    assert (logs[-1]["event"], logs[-1]["read"]) == ("loading weights: done", "40.00 GiB")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_has_a_bar_instead_of_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with structlog.testing.capture_logs() as logs, load_progress("loading weights", 40 * GIB) as advance:
+        advance(20 * GIB)
+        advance(20 * GIB)
+    assert len(logs) == 1
+    assert "loading weights" in terminal.getvalue()
+    assert "42.9/42.9 GB" in terminal.getvalue()

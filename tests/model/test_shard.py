@@ -1,10 +1,13 @@
-"""Which experts and which tokens of a chunk the processes of a group compute."""
+"""Which experts and tokens the processes of a group compute, and rows of bytes that hold quantised tokens."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.shard import SINGLE_RANK, Shard
+from kernels.fp8 import quantise_activations
+from model.shard import SINGLE_RANK, RoutedTokens, Shard
+from tests.kernels.fp8_cases import randn
 
 
 def test_one_process_computes_everything() -> None:
@@ -47,3 +50,26 @@ def test_experts_that_do_not_divide_are_refused() -> None:
 def test_a_rank_outside_of_its_group_is_refused(rank: int, of: int) -> None:
     with pytest.raises(ValueError, match=f"shard {rank} of {of}"):
         Shard(rank, of)
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "top_k", "row_bytes"), [(7168, 8, 7552), (6144, 8, 6400), (272, 3, 384), (64, 1, 128)]
+)
+def test_what_is_written_into_a_row_lies_there_without_gaps(hidden_size: int, top_k: int, row_bytes: int) -> None:
+    tokens = RoutedTokens.empty(5, hidden_size, top_k, CPU)
+    assert tokens.rows.shape == (5, row_bytes)
+    values, scales = quantise_activations(randn(5, hidden_size), power_of_two=True)
+    ids = torch.arange(5 * top_k, dtype=torch.int32).view(5, top_k)
+    weights = randn(5, top_k)
+    for room, written in zip((*tokens.quantised, *tokens.choice), (values, scales, weights, ids), strict=True):
+        assert room.stride(0) * room.itemsize == row_bytes
+        room.copy_(written)
+    expected = torch.cat([part.contiguous().view(torch.uint8) for part in (values, scales, ids, weights)], 1)
+    assert torch.equal(tokens.rows[:, : expected.shape[1]], expected)
+    some = tokens[2:4]
+    assert len(some) == 2
+    some.ids.fill_(7)
+    assert tokens.ids.eq(7).all(1).tolist() == [False, False, True, True, False], "the same memory"

@@ -1,8 +1,8 @@
-"""Processes that divide the tokens of a prefill store what one that computes all of them stores, each of them all."""
+"""Processes that divide a prefill store what one that computes all of it does, and a prefix may come meanwhile."""
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import pytest
@@ -13,30 +13,12 @@ from model.passes import PrefillChunk
 from model.shard import Shard
 from model.sparse_model import SparseModel
 from model.split import SplitModel
+from tests.prefill_node.world import ThreadExchange
 
 T = TypeVar("T")
 PROMPTS = [torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(length)) for length in (151, 2, 41)]
 STEPS = [[(0, 0, 90)], [(0, 90, 150), (1, 0, 1), (2, 0, 30)], [(2, 30, 31)], [(2, 31, 40)]]
 """Chunks of each step: prompt, start and stop. One has fewer tokens than there are ranks."""
-
-
-class Meeting:
-    """What threads gather from each other, in the order of their ranks."""
-
-    def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size, timeout=30)
-        self._rows: list[torch.Tensor] = [torch.empty(0)] * size
-
-    def gather_of(self, rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        def gather(rows: torch.Tensor) -> torch.Tensor:
-            self._rows[rank] = rows
-            self._barrier.wait()
-            assert len({len(other) for other in self._rows}) == 1, "collectives need equal numbers"
-            gathered = torch.cat(self._rows)
-            self._barrier.wait()
-            return gathered
-
-        return gather
 
 
 def steps_of(model: SparseModel) -> tuple[PagedPool, list[list[PrefillChunk]]]:
@@ -61,10 +43,10 @@ def hidden_of(model: SparseModel) -> list[torch.Tensor]:
 
 def in_threads(model: SparseModel, size: int, work: Callable[[SparseModel, int], T]) -> list[T]:
     """What each process of a group computes with its part of the model. They are threads."""
-    meeting = Meeting(size)
+    exchange = ThreadExchange(size)
 
     def part(rank: int) -> T:
-        gather = meeting.gather_of(rank)
+        gather = partial(exchange.gather, rank)
         return work(SplitModel(model.network, model.spec, model._backend, Shard(rank, size), gather), rank)
 
     with ThreadPoolExecutor(size) as pool:
@@ -92,3 +74,28 @@ def test_every_process_has_the_hidden_states_of_all_tokens(drafting: SparseModel
     for found in in_threads(drafting, size, lambda part, rank: hidden_of(part)):
         for mine, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+PROMPT = torch.randint(0, 256, (121,), generator=torch.Generator().manual_seed(7))
+PREFIX, COMPUTED = 80, 120
+
+
+def test_a_layer_of_the_prefix_is_read_after_on_layer_has_returned(drafting: SparseModel) -> None:
+    """Rows that nothing was written to are NaN, so what is read too early is seen."""
+    spec = drafting.spec
+    there, here = (PagedPool(spec, num_pages=8, page_size=16) for _ in range(2))
+    whole, late = PagedRequest(there, COMPUTED), PagedRequest(here, COMPUTED)
+    for start, stop in ((0, PREFIX), (PREFIX, COMPUTED)):
+        drafting.prefill([PrefillChunk.of(PROMPT, start, stop, whole)])
+    rows = late.rows(0, PREFIX)
+    assert torch.equal(rows, whole.rows(0, PREFIX))
+
+    def bring(layer: int) -> None:
+        here.kv[layer, rows] = there.kv[layer, rows]
+        group = spec.index_layer_of[layer]
+        if spec.index_layer_of.index(group) == layer:
+            here.keys[group, rows] = there.keys[group, rows]
+
+    drafting.prefill([PrefillChunk.of(PROMPT, PREFIX, COMPUTED, late)], bring)
+    assert torch.equal(here.kv, there.kv)
+    assert torch.equal(here.keys, there.keys)

@@ -1,4 +1,5 @@
 import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,13 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_caches import Session
+from networks import tensors_of
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from base.errors import StartupError
+from cli.main import main
 from kernels.attention import AttentionBackend
 from kernels.kv_format import KVFormat
 from kernels.operands import IndexQueries, PagedKeys
-from model.loader import load_model, resolve_dtype
+from model.loader import load_model, read_spec, resolve_dtype
 from model.sparse_model import SparseModel
 from model.tiny import write_tiny_checkpoint
 
@@ -105,19 +109,6 @@ def test_any_text_survives_tokenization(tokenizer: PreTrainedTokenizerBase, text
     assert tokenizer.decode(ids) == text
 
 
-def test_special_tokens_are_single_ids(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert tokenizer("<|user|>hi<|end|>")["input_ids"] == [259, 104, 105, 257]
-    assert tokenizer.decode([259, 104, 105, 257], skip_special_tokens=True) == "hi"
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (256, 257, None)
-    assert len(tokenizer) == 261
-
-
-def test_the_chat_template_marks_turns(tokenizer: PreTrainedTokenizerBase) -> None:
-    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text == "<|begin|><|system|>be kind<|end|><|user|>hi<|end|><|assistant|>"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -132,3 +123,56 @@ def test_shapes_that_cannot_work_are_refused(tmp_path: Path, arguments: dict[str
     with pytest.raises(ValueError, match=message):
         write_tiny_checkpoint(tmp_path / "tiny", "deepseek_v32", 0, **arguments)
     assert not (tmp_path / "tiny").exists()
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "index_layers", "context"),
+    [("deepseek-v3.2", 61, 61, 163840), ("glm-5", 78, 78, 202752), ("glm-5.2", 78, 21, 1048576)],
+)
+def test_a_directory_of_published_widths_has_the_kv_of_the_model(
+    shape: str, layers: int, index_layers: int, context: int, tmp_path: Path
+) -> None:
+    main_exits_well("tiny-model", str(tmp_path / "m"), "--shape", shape, "--config-only")
+    spec = read_spec(tmp_path / "m", torch.bfloat16, load_format="dummy")
+    assert (spec.num_layers, spec.num_index_layers, spec.context_length) == (layers, index_layers, context)
+    assert (spec.kv_layout.item_bytes, spec.kv_layout.index_key_bytes, spec.index_topk) == (1152, 256, 2048)
+    with pytest.raises(StartupError, match="has no weights"):
+        read_spec(tmp_path / "m", torch.bfloat16)
+
+
+def test_fewer_layers_and_experts(tmp_path: Path) -> None:
+    main_exits_well(
+        *("tiny-model", str(tmp_path / "m"), "--shape", "deepseek-v3.2", "--layers", "5", "--routed-experts", "4"),
+        "--config-only",
+    )
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["n_routed_experts"], config["num_experts_per_tok"]) == (5, 4, 4)
+    assert (config["n_group"], config["mlp_layer_types"]) == (1, ["dense"] * 3 + ["sparse"] * 2)
+
+
+@pytest.mark.parametrize("words", [["--config-only"], ["--shape", "glm-5"]])
+def test_a_shape_comes_without_weights_and_nothing_else_does(words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["tiny-model", str(tmp_path / "m"), *words])
+    assert exit_.value.code == 2
+    assert not (tmp_path / "m").exists()
+
+
+def test_dummy_weights_are_the_same_each_time_and_need_no_files(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, "glm_moe_dsa", seed=1)
+    (tmp_path / "model.safetensors").unlink()
+    first, second = (load_model(tmp_path, torch.float32, CPU, load_format="dummy") for _ in range(2))
+    weights = [list(tensors_of(model.network)) for model in (first, second)]
+    assert len(weights[0]) > 50
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+    assert all(bool(weight.isfinite().all()) for weight in weights[0])
+    assert first.spec.fingerprint == second.spec.fingerprint
+
+
+def main_exits_well(*words: str) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(list(words))
+    assert exit_.value.code == 0

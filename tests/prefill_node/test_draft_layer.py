@@ -17,12 +17,10 @@ from model.shard import Shard
 from model.sparse_model import SparseModel
 from model.split import SplitModel
 from model.tiny import write_tiny_checkpoint
-from prefill_node.offer import Offer
 from service.checkpoint import identity_of
-from tests.identity import IDENTITY
 from tests.prefill_node.fetching import FIRST, LENT, PREFIX, SENT_TO, Fetching
 from tests.prefill_node.sending import CPU
-from tests.prefill_node.world import LiveWorld, ThreadExchange, live, request
+from tests.prefill_node.world import LiveWorld, ThreadExchange, live
 from transfer.planner import expand_extents
 
 PAGE_SIZE, PAGES = 16, 48
@@ -130,9 +128,3 @@ def test_a_prefix_is_read_with_the_draft_layer(model: SparseModel, world_size: i
         node.release(attempt)
     finally:
         node.close()
-
-
-def test_a_decode_node_without_the_draft_layer_is_refused_by_its_name() -> None:
-    drafts = IDENTITY.model_copy(update={"draft_layer": True, "num_layers": 3, "num_index_layers": 2})
-    offer = Offer(drafts, ("tcp",), max_tokens=100, vocab_size=100)
-    assert "draft_layer True != False" in str(offer.rejection_reason(request()))

@@ -38,14 +38,17 @@ def test_that_a_failed_write_may_linger_is_said_with_every_answer() -> None:
     assert h.free_pages == 8, "the network needs no pages"
 
 
-def test_an_attempt_with_a_write_of_unknown_end_is_never_called_quiet() -> None:
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_an_attempt_with_a_write_of_unknown_end_is_never_called_quiet(world_size: int) -> None:
     """Not even behind a fence: Mooncake may have it queued, and send it over a connection that does not exist yet."""
-    h = World.sending()
+    h = World.sending(world_size)
     free = h.free_pages
-    h.sent(error="nobody knows whether a write has ended", in_flight=True)
+    h.sent(rank=world_size - 1, error="nobody knows whether a write has ended", in_flight=True)
+    for rank, worker in enumerate(h.workers):
+        while worker.writes:
+            h.sent(rank)
     failed = h.only(PrefillFailed)
-    assert failed.in_flight, "the decode node goes elsewhere at once, and keeps its slots in quarantine"
-    h.sent()
+    assert failed.in_flight, "the decode node goes elsewhere, and keeps its slots in quarantine"
     h.receive(Abort(attempt=R))
     h.receive(Holding(attempts=(R,)))
     assert not h.control.take(Quiesced)

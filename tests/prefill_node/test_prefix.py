@@ -86,7 +86,7 @@ def test_tokens_that_are_queued_are_those_that_have_to_be_computed(node: LiveWor
     node.ask(FIRST[:130])
     assert node.planner.queued_tokens == 2
     node.ask(sharing(FIRST, 64, 100))
-    assert node.planner.queued_tokens == 2 + 36
+    assert node.planner.queued_tokens == node.metric("prompt_tokens_waiting") == 2 + 36
 
 
 def test_salts_share_nothing(node: LiveWorld) -> None:

@@ -76,21 +76,6 @@ def test_done_is_said_with_what_all_ranks_have_sent_when_all_have_said_so(h: Wor
     assert h.free_pages == 8
 
 
-def test_an_abort_goes_to_all_ranks_and_quiesced_waits_for_all(h: World) -> None:
-    h.receive(request())
-    h.compute()
-    h.receive(Abort(attempt=R))
-    for worker in h.workers:
-        assert {write.work for write in worker.writes} <= worker.cancelled
-    h.sent(error="aborted")
-    h.sent(rank=1)
-    assert h.control.take(Quiesced) == []
-    assert h.free_pages == 5
-    h.sent(rank=2, error="aborted", lingering=True)
-    assert h.control.take(Quiesced) == [Quiesced(attempt=R, lingering=True)]
-    assert h.free_pages == 8
-
-
 def test_ranks_stop_sending_a_chunk_of_which_one_has_failed(h: World) -> None:
     h.receive(request())
     h.compute()
@@ -100,19 +85,6 @@ def test_ranks_stop_sending_a_chunk_of_which_one_has_failed(h: World) -> None:
     h.sent(rank=2, error="aborted")
     [failed] = h.control.take(PrefillFailed)
     assert failed.reason == "transfer failed: the connection was lost"
-
-
-def test_a_write_of_unknown_end_in_a_rank_is_never_said_to_be_quiet(h: World) -> None:
-    h.receive(request())
-    h.compute()
-    h.sent(rank=1, error="nobody knows whether a write has ended", in_flight=True)
-    h.sent(rank=2)
-    h.sent()
-    [failed] = h.repeated
-    assert isinstance(failed, PrefillFailed)
-    assert failed.in_flight
-    h.receive(Abort(attempt=R))
-    assert h.control.take(Quiesced) == []
 
 
 def test_a_rank_that_has_ended_is_never_said_to_be_quiet_and_ends_the_node(h: World) -> None:

@@ -318,10 +318,10 @@ class World(Node):
         self.tell()
 
     @classmethod
-    def sending(cls, **changes: Any) -> "World":
+    def sending(cls, world_size: int = 1) -> "World":
         """A prompt is computed, in two steps, and is being sent."""
-        world = cls()
-        world.receive(request(**changes))
+        world = cls(world_size)
+        world.receive(request())
         world.compute()
         world.compute()
         return world
@@ -423,11 +423,12 @@ class ThreadExchange:
         self.gathers = 0
         """Rounds that were completed."""
         self._brought: list[torch.Tensor] = [torch.empty(0)] * size
-        self._barrier = threading.Barrier(size, timeout=10)
+        self._barrier = threading.Barrier(size, timeout=30)
 
     def gather(self, rank: int, rows: torch.Tensor) -> torch.Tensor:
         self._brought[rank] = rows
         if self._barrier.wait() == 0:
+            assert len({len(each) for each in self._brought}) == 1, "collectives need equal numbers"
             self.gathers += 1
         gathered = torch.cat(self._brought)
         self._barrier.wait()

@@ -15,7 +15,6 @@ from model.config import DTYPES
 from model.shard import NO_EXCHANGE
 from model.tiny import write_tiny_checkpoint
 from ranks.barrier import GroupFailed
-from ranks.group import SingleRank
 from ranks.place import RankPlace
 from tests.gpu import ranks_program
 from tests.kernels.fp8_cases import randn, routed
@@ -100,17 +99,6 @@ def test_ranks_with_other_checkpoints_refuse_each_other_by_name(tmp_path: Path, 
         expected = "StartupError: rank {} has fingerprint {}, rank {} has {}: all ranks of a group need the same"
         assert ranks.said(0) == expected.format(1, "abc", 0, "def")
         assert ranks.said(1) == expected.format(0, "def", 1, "abc")
-
-
-def test_a_process_alone_waits_for_nobody_and_fails_by_itself() -> None:
-    ranks = SingleRank(torch.device("cpu"))
-    assert [ranks.barrier.wait(batch) for batch in (0, 3)] == [0, 3]
-    assert not ranks.barrier.spin_before_sleep(lambda: True)
-    assert ranks.share("own") == ["own"]
-    assert ranks.connect() is NO_EXCHANGE
-    assert ranks.sync_phase(Phase.DRAINING) is Phase.DRAINING
-    assert ranks.failure(error := ValueError("own")) is error
-    assert ranks.done()
 
 
 def test_the_others_notice_a_killed_rank_whether_they_step_or_sleep(tmp_path: Path) -> None:

@@ -93,21 +93,6 @@ def test_what_a_rank_writes_of_itself_is_in_the_table_of_the_other_host(pair: tu
     assert [first.lost.is_set(), second.lost.is_set()] == [False, False], "who leaves in peace is not missed"
 
 
-def test_ranks_of_two_hosts_agree_on_each_step(pair: tuple[Linked, Linked]) -> None:
-    agreed: list[list[int]] = [[], []]
-
-    def run(rank: int) -> None:
-        barrier = pair[rank].barrier()
-        agreed[rank] = [barrier.wait(step % (5 + rank) + 1) for step in range(STEPS)]
-
-    threads = [threading.Thread(target=run, args=[rank]) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert agreed == [[max(step % 5, step % 6) + 1 for step in range(STEPS)]] * 2
-
-
 def test_a_rank_whose_connection_ends_is_reported_with_the_reason(pair: tuple[Linked, Linked]) -> None:
     first, second = pair
     first.status.leave()  # without being done: as if it was killed
@@ -151,7 +136,9 @@ def test_ranks_of_two_hosts_compare_exchange_step_and_leave(tmp_path: Path) -> N
                 woken.clear()
             if place.rank == 2 and steps == STEPS // 2:
                 time.sleep(0.1)  # longer than others linger
-            steps += bool(group.barrier.wait(3 if place.rank == 2 else 0))
+            agreed = group.barrier.wait(3 + steps % 4 if place.rank == 2 else 0)
+            assert agreed in (0, 3 + steps % 4)
+            steps += bool(agreed)
         assert group.barrier.wait(0) == 0, "nobody has work any more"
         own = Phase.DRAINING if place.rank == 3 else Phase.SERVING
         wait_until(lambda: group.sync_phase(own) is Phase.DRAINING, what="rank 3 to drain")

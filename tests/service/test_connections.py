@@ -85,22 +85,6 @@ def test_a_head_that_is_not_complete_in_time_ends_the_connection(serve: Callable
     assert served.refused("header_timeout") == 1
 
 
-def test_bytes_that_trickle_do_not_extend_the_time_for_a_head(serve: Callable[..., Served]) -> None:
-    served = serve(header_timeout=0.5)
-    with RawClient(served.port) as client:
-        client.send("GET /health HTTP/1.1\r\n")
-
-        def one_more_header() -> bool:
-            try:
-                client.send("X-Slow: 1\r\n")
-            except OSError:
-                return True
-            return served.refused("header_timeout") == 1
-
-        wait_until(one_more_header, what="the connection to end")
-    assert served.refused("header_timeout") == 1
-
-
 def test_a_connection_between_requests_has_the_keep_alive_time(serve: Callable[..., Served]) -> None:
     """Longer than a head may take. It is no refusal."""
     served = serve(header_timeout=0.2)
@@ -186,22 +170,6 @@ def test_a_slow_reader_that_goes_on_reading_gets_everything(serve: Callable[...,
         wait_until(lambda: not served.writable(), what="the server to wait for its reader")
         assert len(client.answer()) > HUGE
     assert served.refused("reader_timeout") == 0
-
-
-def test_connections_beyond_the_bound_are_closed_and_places_come_back(serve: Callable[..., Served]) -> None:
-    served = serve(max_connections=3)
-    inside = [RawClient(served.port) for _ in range(3)]
-    wait_until(lambda: served.connections == 3, what="three connections")
-    for _ in range(5):
-        with RawClient(served.port) as client:
-            assert client.rest() == ""
-    assert served.refused("too_many_connections") == 5
-    inside[0].get("/health")
-    assert inside[0].answer().startswith("HTTP/1.1 200")
-    for client in inside:
-        client.socket.close()
-    wait_until(lambda: served.connections == 0, what="the places to be free")
-    assert served.is_healthy()
 
 
 def test_a_server_stops_while_clients_dribble(serve: Callable[..., Served]) -> None:

@@ -1,4 +1,4 @@
-"""What a node has around its loop."""
+"""What a node has around its loop, and the HTTP status page."""
 
 import os
 import shutil
@@ -6,12 +6,19 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 
+from base.errors import StartupError
+from base.metrics import Metrics
+from base.version import VERSION
+from control.codec import PROTOCOL_VERSION
 from control.messages import Cancel
 from control.plane import ControlPlane, ControlPlaneFailed
 from service import shell
 from service.config import NodeConfig
 from service.shell import NodeShell, closing_command
+from service.status import bind_http, metrics_router, status_router
 from tests.e2e.cluster import wait_until
 
 
@@ -73,3 +80,18 @@ def test_open_transfer_ports_are_said_with_the_command_that_closes_them() -> Non
     loaded = ["unshare", "--net", "sh", "-c", f"{command} && nft list ruleset"]
     listed = subprocess.run(loaded, capture_output=True, text=True, check=True).stdout
     assert 'iifname != "lo" tcp dport 15000-15015 reject' in listed
+
+
+@pytest.mark.parametrize("host", ["a..b", "no-such-host.invalid", "ü..b", "a\0b"])
+def test_a_host_that_cannot_be_bound_is_an_error_that_names_the_flag(host: str) -> None:
+    """Also one that Python itself refuses, with a TypeError."""
+    with pytest.raises(StartupError, match=r"cannot bind the HTTP port .*choose another --host"):
+        bind_http(host, 0)
+
+
+def test_a_process_says_its_version_and_that_of_its_protocol() -> None:
+    app = FastAPI()
+    app.include_router(status_router(lambda: None))
+    app.include_router(metrics_router(Metrics(), lambda: None))
+    with TestClient(app) as client:
+        assert client.get("/version").json() == {"version": VERSION, "protocol": PROTOCOL_VERSION}

@@ -133,12 +133,6 @@ def test_slots_outside_the_buffers_are_our_own_error_and_are_not_read() -> None:
             verify((), Pool(1).info, slots, num_tokens=1 if len(slots) == 1 else 3)
 
 
-def test_verification_can_be_stopped() -> None:
-    wrong = Checksum(buffer=9, start=0, stop=1, digest=0)
-    answers = iter([True, True, False])
-    assert len(verify((wrong,) * 5, Pool(1).info, np.arange(4), 4, go_on=lambda: next(answers))) == 2
-
-
 def test_off_looks_at_nothing_and_full_at_everything() -> None:
     assert sampled("off", 0, 100, 0) is None
     assert sampled("full", 5, 105, 0) == (5, 105)

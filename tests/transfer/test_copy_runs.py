@@ -174,8 +174,3 @@ def test_loops_are_compiled_where_nothing_can_be_kept(monkeypatch: pytest.Monkey
     with pytest.warns(RuntimeWarning, match="not kept on disk: .*no locator"):
         add = copy_runs_module._compiled("int64(int64)")(lambda number: number + 1)
     assert add(4) == 5
-
-
-def test_what_cannot_be_compiled_is_an_error() -> None:
-    with pytest.warns(RuntimeWarning), pytest.raises(numba.TypingError):
-        copy_runs_module._compiled("int64(int64)")(lambda number: number.what)

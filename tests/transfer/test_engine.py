@@ -66,15 +66,6 @@ def test_after_a_write_outside_the_buffer_the_next_write_works(link: Link) -> No
     assert np.array_equal(link.content(), link.source)
 
 
-def test_an_abort_stops_the_rest_and_leaves_nothing_in_flight(link: Link) -> None:
-    answers = iter([True] * 10)
-    batches = [[(i * 64, i * 64, 64)] for i in range(1000)]
-    assert not link.write(*batches, go_on=lambda: next(answers, False))
-    content = link.content()
-    assert np.array_equal(content[: 10 * 64], link.source[: 10 * 64])
-    assert not content[10 * 64 :].any()
-
-
 def test_what_was_unregistered_cannot_be_written(link: Link) -> None:
     target = np.zeros(4096, dtype=np.uint8)
     link.engine.register(info(target))

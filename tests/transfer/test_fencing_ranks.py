@@ -24,47 +24,12 @@ def quarantined_table() -> tuple[ReservationTable[AttemptId, Peer, str], Release
     return table, released
 
 
-def test_the_node_speaks_for_all_of_its_ranks() -> None:
-    table, released = quarantined_table()
-    assert table.quiesced(R, WRITER.boot_id, now=2.0)
-    assert released == ["slots"]
-
-
-def test_what_the_node_says_has_landed_is_the_requests() -> None:
-    table, released = open_table()
-    assert table.landed(R, now=1.0) == "slots"
-    assert R not in table
-    assert not released
-
-
-def test_a_rank_speaks_for_itself() -> None:
-    table, released = quarantined_table()
-    assert not table.quiesced(R, RANKS[0].boot_id, now=2.0)
-    assert not table.quiesced(R, RANKS[0].boot_id, now=2.0), "and once is enough"
-    assert not table.quiesced(R, RANKS[1].boot_id, now=2.0)
-    table.writer_died(WRITER.boot_id, now=3.0)
-    assert table.release_expired(3.0 + DRAIN_GRACE_S - 0.1) == []
-    assert table.release_expired(3.0 + DRAIN_GRACE_S) == [R]
-    assert released == ["slots"]
-
-
 @pytest.mark.parametrize("order", list(permutations(BOOTS)), ids="-".join)
 def test_whichever_dies_last_is_waited_for(order: tuple[str, ...]) -> None:
     table, released = quarantined_table()
     for now, boot in enumerate(order, start=1):
         assert table.release_expired(1e6) == []
         table.writer_died(boot, 100.0 * now)
-    assert table.release_expired(300.0 + DRAIN_GRACE_S - 0.1) == []
-    assert table.release_expired(300.0 + DRAIN_GRACE_S) == [R]
-    assert released == ["slots"]
-
-
-def test_one_dead_one_evicted_and_one_lingering_are_waited_for_together() -> None:
-    table, released = quarantined_table()
-    table.writer_died(WRITER.boot_id, now=100.0)
-    assert table.evict(RANKS[0].boot_id, now=200.0) == [R]
-    assert table.release_expired(1e6) == []
-    assert table.quiesced(R, RANKS[1].boot_id, now=300.0, lingering=True), "nobody posts any more"
     assert table.release_expired(300.0 + DRAIN_GRACE_S - 0.1) == []
     assert table.release_expired(300.0 + DRAIN_GRACE_S) == [R]
     assert released == ["slots"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.transfer.test_lingering import Process, start_engine, wait_until
-from tests.transfer.test_shm import Owner
+from tests.transfer.test_transports import Owner
 from tests.transfer.world import descriptors
 from transfer.incoming import IncomingCut
 from transfer.planner import Descriptors

@@ -1,21 +1,31 @@
-"""Which transport is taken: the best that both ends have, and never one in silence that was not asked for."""
+"""Which transport is taken, the best that both ends have; and shared memory, mapped only if it is that memory."""
 
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 
 from base.errors import StartupError
 from control.messages import Destination
 from tests.identity import IDENTITY
+from tests.transfer.world import descriptors, write
 from transfer import engine as engine_module
 from transfer import shm
 from transfer.choices import EngineTransport, TransferProtocol, Transport
 from transfer.engine import KVTransferEngine
 from transfer.memory import BufferInfo, Session, SharedMemory
+from transfer.shm import SharedMemoryChannel, maps_other_processes
 from transfer.transport import Unreachable
 from transfer.transports import TRANSPORTS, NoRoute, Transports, choose_transports, num_engines
+from transfer.writer import TransferError
 
 BUFFERS = BufferInfo(ptrs=(4096,), lengths=(4096,), item_lengths=(64,))
 RDMA, TCP = Session(transport="rdma", name="a:1"), Session(transport="tcp", name="a:2")
@@ -108,3 +118,112 @@ def test_a_host_is_shared_if_the_mapping_succeeds(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(shm, "SharedMemoryChannel", lambda memory, reading: SimpleNamespace(transport="shm"))
     assert Transports("h", "auto").connect(destination).transport == "shm"
     assert Transports("h", "tcp").connect(destination).transport == "tcp"
+
+
+SIZE = 1 << 20
+OWNER = """
+import os, sys, numpy, torch
+from kvcache.host_memory import HostMemory
+size, seed = map(int, sys.argv[1:])
+memory = HostMemory(size, shareable=True)
+tensor = memory.tensor(0, (size,))
+if seed >= 0:
+    tensor[:] = torch.from_numpy(numpy.random.default_rng(seed).integers(1, 256, size, dtype=numpy.uint8))
+region = memory.shared()
+print(os.getpid(), region.fd, region.name, region.base, region.length, flush=True)
+for line in sys.stdin:
+    start, stop = map(int, line.split())
+    print(tensor[start:stop].numpy().tobytes().hex(), flush=True)
+"""
+
+
+class Owner:
+    """A process that shares a piece of memory and tells what is in it: zeros, or random bytes if there is a seed."""
+
+    def __init__(self, size: int = SIZE, seed: int = -1) -> None:
+        root = Path(__file__).parents[2]
+        command = [sys.executable, "-c", OWNER, str(size), str(seed)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
+        assert self.process.stdout is not None
+        pid, fd, name, base, length = self.process.stdout.readline().split()
+        self.memory = SharedMemory(pid=int(pid), fd=int(fd), name=name, base=int(base), length=int(length))
+
+    def content(self, start: int, stop: int) -> bytes:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(start, stop, file=self.process.stdin, flush=True)
+        return bytes.fromhex(self.process.stdout.readline())
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def owner() -> Iterator[Owner]:
+    owner = Owner()
+    yield owner
+    owner.kill()
+
+
+def test_every_byte_lands_where_it_should_and_nowhere_else(owner: Owner) -> None:
+    rng = np.random.default_rng(0)
+    source = rng.integers(1, 256, SIZE, dtype=np.uint8)
+    order = rng.permutation(SIZE // 1000)
+    pieces = [(i * 1000, int(j) * 1000, 997) for i, j in enumerate(order)]
+    channel = SharedMemoryChannel(owner.memory)
+    write(
+        channel,
+        [descriptors(source.ctypes.data, owner.memory.base, pieces[i : i + 100]) for i in range(0, len(pieces), 100)],
+    )
+    channel.close()
+    expected = np.zeros(SIZE, dtype=np.uint8)
+    for start, to, length in pieces:
+        expected[to : to + length] = source[start : start + length]
+    assert owner.content(0, SIZE) == expected.tobytes()
+
+
+@pytest.mark.parametrize(("start", "length"), [(-1, 10), (SIZE - 5, 10)])
+def test_an_address_outside_the_memory_is_refused(owner: Owner, start: int, length: int) -> None:
+    before = owner.content(0, 10)
+    source = ~np.frombuffer(before, dtype=np.uint8)
+    channel = SharedMemoryChannel(owner.memory)
+    with pytest.raises(TransferError):
+        write(channel, [descriptors(source.ctypes.data, owner.memory.base, [(0, 0, 10), (0, start, length)])])
+    assert owner.content(0, 10) == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"name": "another"}, {"fd": 0}, {"fd": 1 << 20}, {"length": 1 << 21}, {"pid": os.getpid()}, {"pid": 2**22 + 1}],
+)
+def test_another_memory_is_not_mapped_and_leaves_no_descriptor_behind(owner: Owner, change: dict[str, object]) -> None:
+    """Two containers have processes of the same number: only the mapping proves that the host is shared. A prefill
+    node in a container of its own meets with a refusal for each decode node, again and again."""
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(100):
+        with pytest.raises(Unreachable):
+            SharedMemoryChannel(owner.memory.model_copy(update=change))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_write_to_an_owner_that_ended_is_an_error() -> None:
+    owner = Owner()
+    source = np.ones(10, dtype=np.uint8)
+    channel = SharedMemoryChannel(owner.memory)
+    owner.kill()
+    with pytest.raises(TransferError, match="has ended"):
+        write(channel, [descriptors(source.ctypes.data, owner.memory.base, [(0, 0, 10)])])
+    channel.close()
+    with pytest.raises(Unreachable):
+        SharedMemoryChannel(owner.memory)
+
+
+def test_whether_other_processes_can_be_mapped_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert maps_other_processes()
+
+    def refused(path: str) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(os, "readlink", refused)
+    assert not maps_other_processes()

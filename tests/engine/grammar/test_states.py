@@ -1,10 +1,11 @@
-"""A request's state: ends, stop tokens, violations, and how it is rebuilt."""
+"""A request's state: ends, stop tokens, violations, and how it is rebuilt; and the masks of a batch."""
 
 import numpy as np
 import pytest
 
 from control.grammar import JSON_OBJECT, JsonSchema, Lark, Regex, TextChoice
 from engine.grammar.errors import GrammarViolation
+from engine.grammar.masks import MaskWriter
 from tests.engine.grammar.small import EOS, SIZE, TOOL_CALL, allowed, compiled, encode, id_of, vocabulary
 
 
@@ -66,15 +67,6 @@ def test_ids_without_a_token_are_never_allowed(grammar: str) -> None:
     assert max(allowed(compiled(Lark(grammar=grammar)).start())) < SIZE
 
 
-def test_a_grammar_that_no_token_continues_is_a_violation() -> None:
-    state = compiled(Lark(grammar='start: "a" <[840]>')).start()
-    state.advance(encode("a")[0])
-    row = np.zeros(vocabulary().words, dtype=np.int32)
-    with pytest.raises(GrammarViolation, match="cannot be continued"):
-        state.fill(row)
-    assert (row == -1).all()
-
-
 def test_a_grammar_that_becomes_too_complex_ends_only_its_request() -> None:
     """The automaton of this expression, which is built as the text comes, has no bound that could be reached."""
     hostile, other = compiled(Regex(pattern="(.*a.{30}b.*){20}")).start(), compiled(JSON_OBJECT).start()
@@ -89,3 +81,33 @@ def test_a_grammar_that_becomes_too_complex_ends_only_its_request() -> None:
     with pytest.raises(GrammarViolation, match=r"too many|too complex"):
         go_on()
     assert encode("{")[0] in allowed(other)
+
+
+def test_each_row_is_its_requests_mask_and_the_others_are_all_ones() -> None:
+    words = vocabulary().words
+    writer = MaskWriter(6, words, pinned=False, threads=2)
+    one, two = compiled(JSON_OBJECT).start(), compiled(TextChoice(options=("a", "b"))).start()
+    expected = np.full((3, words), -1, dtype=np.int32)
+    one.fill(expected[0])
+    two.fill(expected[2])
+    for _ in range(2):
+        masks = writer.write([one, None, two])
+        assert masks.words is not None
+        assert masks.failed == {}
+        assert np.array_equal(masks.words.numpy(), expected)
+    # The rows change hands.
+    masks = writer.write([None, two])
+    assert masks.words is not None
+    assert np.array_equal(masks.words.numpy(), np.stack([expected[1], expected[2]]))
+    assert writer.write([None, None, None, None]).words is None
+
+
+def test_a_request_that_cannot_go_on_is_named_and_does_no_harm() -> None:
+    stuck = compiled(Lark(grammar='start: "a" <[840]>')).start()
+    stuck.advance(encode("a")[0])
+    writer = MaskWriter(4, vocabulary().words, pinned=False)
+    masks = writer.write([compiled(JSON_OBJECT).start(), stuck])
+    assert masks.words is not None
+    assert masks.words[1].tolist() == [-1] * vocabulary().words
+    assert list(masks.failed) == [1]
+    assert "cannot be continued" in masks.failed[1]

@@ -8,7 +8,6 @@ from control.grammar import JSON_OBJECT, JsonSchema, Lark, Regex, Structure, Tex
 from engine.grammar.errors import GrammarError
 from gateway.formats.tools import CallRules, ToolSet
 from tests.engine.grammar.small import (
-    END_OF_CALL,
     END_OF_THINKING,
     TOOL_CALL,
     accepts,
@@ -138,14 +137,3 @@ def test_an_error_in_a_tool_names_it_and_the_place(family: str, parameters: dict
 
 def test_formats_that_nothing_enforces_are_annotations_in_a_lark_grammar_too() -> None:
     assert accepts(compiled(Lark(grammar='start: %json {"type": "string", "format": "binary"}')).start(), '"a"')
-
-
-def test_calls_of_a_chat_format_are_written_with_the_tokens_of_its_markers() -> None:
-    ids = {TOOL_CALL: id_of(TOOL_CALL), END_OF_CALL: id_of(END_OF_CALL)}
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}}
-    rules = CallRules(ToolSet([tool]), forced=True, parallel=False)
-    grammar = parsing_format("glm").call_grammar(rules, ids)
-    assert grammar is not None
-    state = compiled(Lark(grammar=grammar)).start()
-    assert allowed(state) == {ids[TOOL_CALL]}
-    assert accepts(state, f"{TOOL_CALL}f<arg_key>n</arg_key><arg_value>7</arg_value>{END_OF_CALL}")
