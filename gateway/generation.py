@@ -107,7 +107,8 @@ _NEXT = {
 class Generation:
     """Owns what is known of a request across its tries. Belongs to the gateway's event loop.
 
-    token_ids: of all tokens that have arrived, none missing. failures: by boot id, nodes that the next try avoids.
+    token_ids: of all tokens that have arrived, none missing. failures: by boot id, nodes that the next try avoids; one
+    that was cut off and lives gets it if there is no other.
     """
 
     request: TokenizedRequest
@@ -180,10 +181,6 @@ class Generation:
             raise ApiError(500, f"{lost} (request {self.request.request_id})")
         if self.request.outcome.migrations > self.limits.migrations:
             raise self.request.failed("the request was lost at its decode node")
-
-    def forget_full(self) -> None:
-        """Nodes that were full may be asked again."""
-        self.failures = {boot: failure for boot, failure in self.failures.items() if failure.retry_after is None}
 
     def is_overdue(self, now: float | None = None) -> bool:
         """Whether it took too long, as a whole or since its last token."""
