@@ -95,9 +95,9 @@ def undisturbed(cluster: Cluster) -> list[Any]:
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault.DIES,
         Fault.CUT_OFF,
         Fault.DEVICE_FAILS,
+        pytest.param(Fault.DIES, marks=pytest.mark.slow),
         pytest.param(Fault.HANGS, marks=pytest.mark.slow),
         pytest.param(Fault.DRAINS, marks=pytest.mark.slow),
     ],
