@@ -36,6 +36,8 @@ MISSED_AFTER_S = 5.0
 _MISSED_AGAIN_S = 60.0
 FORGOTTEN_AFTER_S = 30.0
 """Silence after which a gateway that is not listed any more is forgotten."""
+_UNKNOWN_BOOT = "unknown"
+"""Of a gateway that has not answered yet."""
 _REPORT_EVERY_S = 0.1
 """Changes are collected for this long: less than until the next turn of a conversation."""
 _ACKNOWLEDGED_WITHIN_S = 2.5
@@ -127,10 +129,9 @@ class Membership:
 
     def gateway_lost(self, peer: Peer, now: float, silence_s: float) -> bool:
         """Whether that gateway process is gone: another boot answers in its place, or it was silent for `silence_s`."""
-        for gateway in self._gateways.values():
-            if gateway.peer.boot_id == peer.boot_id:
-                return now - gateway.last_heard > silence_s
-        return True
+        # One that has not answered yet may be that process: its requests may overtake its first answer.
+        candidates = [one for one in self._gateways.values() if one.peer.boot_id in (peer.boot_id, _UNKNOWN_BOOT)]
+        return all(now - gateway.last_heard > silence_s for gateway in candidates)
 
     def cache_serials(self) -> dict[str, int]:
         """For each gateway that wants CacheUpdates, by address: the last serial up to which it misses none."""
@@ -169,7 +170,7 @@ class Membership:
         gateways = {}
         for address in sorted(listed | self._gateways.keys()):
             gateway = self._gateways.get(address)
-            gateway = gateway or _Gateway(Peer(role="gateway", address=address, boot_id="unknown"))
+            gateway = gateway or _Gateway(Peer(role="gateway", address=address, boot_id=_UNKNOWN_BOOT))
             gateway.listed = address in listed
             if gateway.listed or now - gateway.last_heard <= FORGOTTEN_AFTER_S:
                 gateways[address] = gateway

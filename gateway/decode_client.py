@@ -11,6 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from functools import partial
 
 import structlog
 
@@ -145,7 +146,10 @@ class DecodeClient:
     async def _place(
         self, generation: Generation, read: Callable[[Output], Delta], held: HeldBytes, sink: DeltaSink
     ) -> Attempt:
-        """Begin a try. One with tokens waits while all nodes are full. Raises ApiError if no node can take it."""
+        """Begin a try. One with tokens waits while all nodes are full, or no prefill node is ready.
+
+        Raises ApiError if no node can take it.
+        """
         request = generation.request
         while True:
             try:
@@ -153,7 +157,7 @@ class DecodeClient:
             except ApiError as error:
                 if not generation.token_ids or self._closed:
                     raise
-                if error.code != "queue_full":
+                if error.code != "queue_full" and not self._registry.lacks_prefill(time.monotonic()):
                     if request.streams:
                         raise request.failed("the request was lost at its decode node") from error
                     raise
@@ -161,7 +165,7 @@ class DecodeClient:
             await asyncio.sleep(wait)
             if generation.is_overdue():
                 raise timed_out()
-            generation.forget_full()
+            generation.failures.clear()
 
     def _choose(self, generation: Generation, now: float, cached: Mapping[str, int]) -> Peer:
         """The best node that did not fail a request. cached: by boot id. Raises ApiError if there is none."""
@@ -170,7 +174,10 @@ class DecodeClient:
         others = self._groups.get(request.group, {}).values()
         nodes = (other.node for other in others if other.node.boot_id not in failures and other.failure is None)
         beside = next(nodes, None)
-        node = beside or self._registry.pick_decode(request.tokens, failures.keys(), now, cached, avoid=generation.dead)
+        refused = [boot_id for boot_id, failure in failures.items() if not failure.died]
+        pick = partial(self._registry.pick_decode, request.tokens, now=now, cached=cached, avoid=generation.dead)
+        # One that was lost and lives is better than none.
+        node = beside or pick(failures) or pick(refused)
         if self._closed:
             raise unavailable("the gateway is shutting down")
         if node is None:

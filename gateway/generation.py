@@ -107,7 +107,8 @@ _NEXT = {
 class Generation:
     """Owns what is known of a request across its tries. Belongs to the gateway's event loop.
 
-    token_ids: of all tokens that have arrived, none missing. failures: by boot id, nodes that the next try avoids.
+    token_ids: of all tokens that have arrived, none missing. failures: by boot id, nodes that the next try avoids; one
+    that was cut off and lives gets it if there is no other.
     """
 
     request: TokenizedRequest
@@ -165,26 +166,22 @@ class Generation:
 
     def failed(self, node: Peer, failure: NodeFailed) -> None:
         """The try at a node has ended before the request. Raises ApiError if the request may not go to another one."""
-        begun = self.phase is GenerationPhase.STREAMING
+        migrates = self.phase is GenerationPhase.STREAMING or failure.died
         self.span.fail(str(failure))
-        self.move(GenerationPhase.PLACING, "migrate" if begun or failure.died else "route")
+        self.move(GenerationPhase.PLACING, "migrate" if migrates else "route")
         self.span.note(lambda: {"from": node.address, "reason": str(failure), "tokens": len(self.token_ids)})
-        if begun:
-            # Nodes that had no room for it then may have some now.
+        if migrates:
+            # Nodes that had no room or no prefill node for it then may have some now.
             self.failures.clear()
         self.failures[node.boot_id] = failure
         if failure.died:
             self.dead.add(self.rank_group or node.boot_id)
-        self.request.outcome.migrations += begun or failure.died
+        self.request.outcome.migrations += migrates
         if len(self.dead) >= MAX_DEATHS:
             lost = f"the request was at {len(self.dead)} decode nodes when they were lost, and goes to no other"
             raise ApiError(500, f"{lost} (request {self.request.request_id})")
         if self.request.outcome.migrations > self.limits.migrations:
             raise self.request.failed("the request was lost at its decode node")
-
-    def forget_full(self) -> None:
-        """Nodes that were full may be asked again."""
-        self.failures = {boot: failure for boot, failure in self.failures.items() if failure.retry_after is None}
 
     def is_overdue(self, now: float | None = None) -> bool:
         """Whether it took too long, as a whole or since its last token."""

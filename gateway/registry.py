@@ -207,11 +207,13 @@ class NodeRegistry:
 
     def unready_reason(self, now: float) -> str | None:
         """What keeps a request from being served now, or None."""
-        if not any(node.ready for node in self._live(now, "decode")):
-            return "no live decode node is registered"
-        if not self._usable_decode(now):
+        if self.lacks_prefill(now):
             return "no live prefill node is registered, and no decode node prefills locally"
-        return None
+        return None if self._usable_decode(now) else "no live decode node is registered"
+
+    def lacks_prefill(self, now: float) -> bool:
+        """Whether decode nodes are ready, and none can be used, since nobody prefills."""
+        return not self._usable_decode(now) and any(node.ready for node in self._live(now, "decode"))
 
     def count(self, role: Role, now: float) -> int:
         return len(self._live(now, role))

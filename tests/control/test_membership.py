@@ -1,5 +1,6 @@
 """A node's standing with gateways that come and go, over real mailboxes."""
 
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -136,6 +137,16 @@ def test_a_gateway_is_kept_while_it_answers(
     wait_until(lambda: me.membership.gateway_lost(leaving.control.me, 0.0, 0.0), what="the silent one to be forgotten")
     assert me.membership.is_member
     assert not me.membership.gateway_lost(staying.control.me, 0.0, 0.0)
+
+
+def test_a_request_may_come_before_the_first_answer_of_its_gateway(gateway: StartGateway, node: StartNode) -> None:
+    """A node that took it for the request of a lost gateway would abort it."""
+    stopped = gateway()
+    stopped.control.stop()
+    me = node(Listed(stopped))
+    asks, now = Peer(role="gateway", address=stopped.address, boot_id="not heard"), time.monotonic()
+    wait_until(lambda: not me.membership.gateway_lost(asks, now, 30.0))
+    assert me.membership.gateway_lost(asks, now + 60.0, 30.0)
 
 
 def test_a_forgotten_address_gets_no_node(

@@ -13,19 +13,25 @@ import os
 import random
 import sys
 import time
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import zmq
 
 from cli.main import main as run_command
 from control import connections
 from control.messages import Destination
 from control.plane import ControlPlane
+from engine import runner
+from engine.device import DeviceFailed
 from prefill_node import lanes
 from tests.e2e import chaos_audit
 from transfer.planner import Descriptors
@@ -81,6 +87,14 @@ class Switches:
         """That process hears nobody, as behind a partition; what it says is heard."""
         return self._directory / f"{name}.deaf"
 
+    def cut_off(self, name: str) -> Path:
+        """That process hears nobody, and is heard when the file is gone: a partition, without the data network."""
+        return self._directory / f"{name}.cut-off"
+
+    def failed_device(self, name: str) -> Path:
+        """The device of that decode node fails at everything, as CUDA does after an illegal access."""
+        return self._directory / f"{name}.failed-device"
+
     def spoil(self, name: str) -> Path:
         """That process spoils one byte of its next write, and takes the file away."""
         return self._directory / f"{name}.spoil"
@@ -97,18 +111,29 @@ class UnreliableControl:
         switches = Switches(faults.directory)
         self._faults = faults
         self._chaos, self._deaf = switches.chaos, switches.deaf(faults.name)
+        self._cut_off = switches.cut_off(faults.name)
         self._rng = random.Random(f"{faults.seed} {faults.name} control")
         self._late: list[tuple[float, int, zmq.Frame]] = []
         self._number = itertools.count()
+        self._unsent: deque[Callable[[], None]] = deque()
 
     def install(self) -> None:
-        receive, start = ControlPlane._receive, ControlPlane.start
+        receive, send, start = ControlPlane._receive, ControlPlane._send, ControlPlane.start
 
         def unreliable_receive(plane: ControlPlane, frame: zmq.Frame) -> None:
             if self._arrives(frame):
                 receive(plane, frame)
 
+        def unreliable_send(plane: ControlPlane, *arguments: Any, **options: Any) -> None:
+            self._unsent.append(partial(send, plane, *arguments, **options))
+            send_unsent()
+
+        def send_unsent() -> None:
+            while self._unsent and not self._cut_off.exists():
+                self._unsent.popleft()()
+
         def release(plane: ControlPlane) -> None:
+            send_unsent()
             while self._late and self._late[0][0] <= time.monotonic():
                 receive(plane, heapq.heappop(self._late)[-1])
 
@@ -117,11 +142,12 @@ class UnreliableControl:
             plane.periodically(_RELEASE_S, lambda: release(plane))
 
         ControlPlane._receive = unreliable_receive  # type: ignore[method-assign]
+        ControlPlane._send = unreliable_send  # type: ignore[method-assign]
         ControlPlane.start = start_releasing  # type: ignore[method-assign]
 
     def _arrives(self, frame: zmq.Frame) -> bool:
         """Whether a frame arrives now; otherwise it is late, or lost."""
-        if self._deaf.exists():
+        if self._deaf.exists() or self._cut_off.exists():
             return False
         if not self._chaos.exists():
             return True
@@ -221,6 +247,26 @@ def _make_transfers_faulty(faults: Faults) -> None:
     Transports.connect = faulty_connect  # type: ignore[method-assign,assignment]
 
 
+def _let_the_device_fail(faults: Faults) -> None:
+    """Like CUDA: the error comes up where the host waits for a step, and at every wait after it."""
+    failed = Switches(faults.directory).failed_device(faults.name)
+    collect, check_device = runner.ModelRunner.collect, runner.check_device
+    error = "CUDA error: an illegal memory access was encountered"
+
+    def collect_if_it_works(model_runner: runner.ModelRunner, step: runner.LaunchedStep) -> list[runner.Computed]:
+        if failed.exists():
+            raise RuntimeError(error)
+        return collect(model_runner, step)
+
+    def check_as_on_cuda(device: torch.device) -> None:
+        if failed.exists():
+            raise DeviceFailed(f"{device} cannot be used any more: {error}")
+        check_device(device)
+
+    runner.ModelRunner.collect = collect_if_it_works  # type: ignore[method-assign]
+    runner.check_device = check_as_on_cuda
+
+
 def main(words: list[str]) -> None:
     """Run a command of `hisparse-pd` with the faults that the environment asks for."""
     faults = Faults.of_this_process()
@@ -235,6 +281,7 @@ def main(words: list[str]) -> None:
         chaos_audit.watch_prefill(audit)
     elif words[0] == "decode":
         chaos_audit.watch_decode(audit)
+        _let_the_device_fail(faults)
     run_command(words)
 
 

@@ -1,7 +1,7 @@
 """Decode nodes fail under streams of every kind: each answer is what it would have been."""
 
 import json
-import signal
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.asking import random_prompts
-from tests.e2e.cluster import HOT_BUFFER, Cluster, Node, wait_until
+from tests.e2e.asking import ids_in, random_prompts, streamed
+from tests.e2e.cluster import Cluster, Node, wait_until
 from tests.e2e.conftest import References
-from tests.e2e.spawn import fork
+from tests.e2e.decode_faults import ENDS, TOLD, Fault, bring_about, two_decode_nodes, undo
 
 TOKENS = 220
 PROMPT, *_ = random_prompts((300,), seed=11)
@@ -45,12 +45,8 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def cluster(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(checkpoints["deepseek_v32"], tmp_path_factory.mktemp("migration"), spawn=fork) as cluster:
-        cluster.gateway(served_model_name="tiny", tool_call_parser="hermes")
-        cluster.prefill()
-        for number in range(2):
-            cluster.decode(f"decode-{number}", hisparse_config=HOT_BUFFER, drain_timeout=0.2, max_running_requests=16)
-        yield cluster.wait_ready(decode=2)
+    with two_decode_nodes(checkpoints["deepseek_v32"], tmp_path_factory.mktemp("migration")) as cluster:
+        yield cluster
 
 
 def said(cluster: Cluster, path: str, body: dict[str, Any], stream: bool) -> dict[str, Any]:
@@ -95,23 +91,19 @@ def undisturbed(cluster: Cluster) -> list[Any]:
         return [one.result() for one in answers(cluster, pool)]
 
 
-def bring_about(fault: signal.Signals, node: Node) -> None:
-    node.signal(fault)
-    if fault is not signal.SIGSTOP:
-        node.process.wait(timeout=30)
-
-
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "fault",
     [
-        signal.SIGKILL,
-        pytest.param(signal.SIGSTOP, marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        Fault.CUT_OFF,
+        Fault.DEVICE_FAILS,
+        pytest.param(Fault.DIES, marks=pytest.mark.slow),
+        pytest.param(Fault.HANGS, marks=pytest.mark.slow),
+        pytest.param(Fault.DRAINS, marks=pytest.mark.slow),
     ],
     ids=lambda fault: fault.name,
 )
-def test_streams_go_on_token_for_token(cluster: Cluster, undisturbed: list[Any], fault: signal.Signals) -> None:
+def test_streams_go_on_token_for_token(cluster: Cluster, undisturbed: list[Any], fault: Fault) -> None:
     gateway = cluster.nodes["gateway"]
     before = len(gateway.log)
     decodes = [cluster.nodes[f"decode-{number}"] for number in range(2)]
@@ -124,23 +116,49 @@ def test_streams_go_on_token_for_token(cluster: Cluster, undisturbed: list[Any],
             return next((node for node in decodes if new[node.name] >= 500), None)
 
         busy = wait_until(half_done, what="a node to have said much")
-        bring_about(fault, busy)
+        bring_about(fault, busy, cluster)
+        if fault not in ENDS:
+            # It comes back with late tokens while the others still stream.
+            wait_until(lambda: "fell silent" in gateway.log[before:], what="the gateway to notice")
+            undo(fault, busy, cluster)
         found = [one.result() for one in asked]
     moved = [line for line in gateway.log[before:].splitlines() if "decode node failed a request" in line]
     assert [line for line in moved if "tokens=0" not in line], "none had begun"
+    assert [line for line in moved if TOLD.get(fault, "fell silent for 3 s") not in line] == []
     for one, expected in zip(found, undisturbed, strict=True):
         assert one.keys() == expected.keys()
         for name, value in one.items():
             # A prefill adds up in another order than steps do: log probabilities differ in their last digits.
             is_logprobs = isinstance(value, list) and any(isinstance(each, float) for each in value)
             assert value == (pytest.approx(expected[name], abs=1e-4) if is_logprobs else expected[name]), name
-    if fault is signal.SIGSTOP:
-        busy.signal(signal.SIGCONT)
-    else:
-        cluster.restart(busy)
+    if fault in ENDS:
+        undo(fault, busy, cluster)
     cluster.wait_ready(decode=2)
     for node in decodes:
         node.wait_unused("host_slots")
+
+
+@pytest.mark.slow
+def test_a_node_that_comes_back_is_told_to_drop_its_copy(cluster: Cluster, references: References) -> None:
+    gateway = cluster.nodes["gateway"]
+    before = len(gateway.log)
+    with streamed(cluster.url, PROMPT, 7000) as lines:
+        ids = ids_in(next(lines))
+        decodes = [cluster.nodes[f"decode-{number}"] for number in range(2)]
+        node = wait_until(lambda: next((one for one in decodes if one.metric("requests", state="running")), None))
+        earlier = len(node.log)
+        bring_about(Fault.CUT_OFF, node, cluster)
+        moved = wait_until(lambda: re.search(r"fell silent.* tokens=(\d+)", gateway.log[before:]))
+        said = node.metric("generated_tokens_total")
+        wait_until(lambda: node.metric("generated_tokens_total") > said + 50, what="late tokens")
+        undo(Fault.CUT_OFF, node, cluster)
+        node.wait_unused("host_slots")
+        assert "reason=abort" in node.log[earlier:]
+        for line in lines:
+            ids += ids_in(line)
+            if len(ids) > int(moved[1]) + 150:
+                break
+    assert ids == references["deepseek_v32"].likeliest(PROMPT, ids)
 
 
 def test_what_it_says_is_what_the_model_says(undisturbed: list[Any], references: References) -> None:

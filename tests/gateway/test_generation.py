@@ -112,18 +112,18 @@ def test_a_begun_request_moves_as_often_as_its_limit_allows() -> None:
         one.failed(NODES[4], NodeFailed("aborted"))
 
 
-def test_nodes_that_had_no_room_are_asked_again_later() -> None:
+@pytest.mark.parametrize("died", [False, True])
+def test_a_node_that_refused_may_get_it_after_it_was_elsewhere(died: bool) -> None:
     one = generation()
     one.placed()
     one.failed(NODES[0], NodeFailed("full", retry_after=1.0))
     one.placed()
     one.failed(NODES[1], NodeFailed("draining"))
     assert set(one.failures) == {"boot-1", "boot-2"}
-    one.forget_full()
-    assert set(one.failures) == {"boot-2"}
     one.placed()
-    take(one, 5)
-    one.failed(NODES[2], NodeFailed("aborted"))
+    if not died:
+        take(one, 5)
+    one.failed(NODES[2], NodeFailed("aborted", died=died))
     assert set(one.failures) == {"boot-3"}
 
 

@@ -181,6 +181,40 @@ def test_a_stream_waits_while_all_other_nodes_are_full(fresh: World) -> None:
         assert texts([*said, *data]) == "abc"
 
 
+@pytest.mark.parametrize("said", [0, 2])
+def test_a_request_goes_back_to_a_node_that_lives_if_the_other_leaves(fresh: World, said: int) -> None:
+    """The first was cut off, and has come back while the request was queued at the other one."""
+    fresh.decode.hold_after = said
+    other = fresh.start_decode(queued_tokens=10**6)
+    other.hold_after = said
+    wait_until(lambda: 'nodes{role="decode"} 2.0' in fresh.metrics())
+    gateway = fresh.gateway.gateway.control.me
+    answer = fresh.post_later(max_tokens=3)
+    wait_until(lambda: f'requests{{state="{"running" if said else "waiting"}"}} 1.0' in fresh.metrics())
+    wait_until(lambda: fresh.decode.generated)
+    fresh.decode.hold_after = None
+    fresh.decode.send(gateway, Output(fresh.decode.generated[0].request_id, said, finish_reason="lost"))
+    wait_until(lambda: other.generated)
+    other.send(gateway, Output(other.generated[0].request_id, said, finish_reason="abort"))
+    assert answer.result().json()["choices"][0]["text"] == "abc"
+
+
+def test_a_stream_waits_while_no_prefill_node_is_ready(fresh: World) -> None:
+    fresh.decode.hold_after = 2
+    other = fresh.start_decode(queued_tokens=10**6)
+    wait_until(lambda: 'nodes{role="decode"} 2.0' in fresh.metrics())
+    with fresh.stream(max_tokens=3) as data:
+        said = [next(data) for _ in range(2)]
+        fresh.prefill.membership.leave()
+        wait_until(lambda: 'nodes{role="prefill"} 0.0' in fresh.metrics())
+        [mine] = fresh.decode.generated
+        fresh.decode.send(fresh.gateway.gateway.control.me, Output(mine.request_id, 2, finish_reason="lost"))
+        wait_until(lambda: mine.request_id in fresh.decode.ended)
+        assert other.generated == []
+        fresh.start_prefill()
+        assert texts([*said, *data]) == "abc"
+
+
 @pytest.mark.parametrize("fresh", [{"migration_limit": 0}], indirect=True)
 def test_the_operator_may_switch_migration_off(fresh: World) -> None:
     fresh.decode.hold_after = 2
