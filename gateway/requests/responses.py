@@ -171,14 +171,7 @@ class ResponsesRequest(ConvertedRequest):
         "reasoning_effort": "reasoning.effort",
         "response_format": "text.format",
     }
-    neutral: ClassVar = {
-        "background": (False,),
-        "context_management": ([],),
-        "conversation": (),
-        "moderation": (),
-        "previous_response_id": (),
-        "prompt": (),
-    }
+    neutral: ClassVar = {"context_management": ([],), "moderation": (), "prompt": ()}
 
     input: TextOr[InputItem]
     instructions: str | None = None
