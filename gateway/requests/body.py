@@ -92,6 +92,7 @@ OF_GENERATION: Neutral = {
     "max_tool_calls": (),
     "n": (1,),
     "output_config": ({},),
+    "output_format": (),
     "parallel_tool_calls": (True,),
     "previous_response_id": (),
     "reasoning": ({},),

@@ -7,6 +7,7 @@ import anthropic
 import httpx
 import pytest
 
+from control.grammar import JsonSchema
 from tests.gateway.world import (
     MODEL,
     WEATHER,
@@ -225,6 +226,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "maybe"}}, "tool_choice: expected a choice of type auto, any, tool or none"),
     ({"thinking": {"type": "much"}}, "thinking.type: "),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers: not supported here"),
+    ({"compaction": {"type": "enabled"}}, "compaction: not supported here"),
     ({"n": 2}, "n: not supported here"),
     ({"response_format": {"type": "json_object"}}, "response_format: not supported here"),
     ({"stop_sequences": "x"}, "stop_sequences: "),
@@ -241,6 +243,17 @@ def test_what_is_not_carried_out_is_named(deepseek: World, fields: dict[str, Any
     body = answer.json()
     assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
     assert body["error"]["message"].startswith(message)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda form: {"output_config": {"format": form}}, lambda form: {"output_format": form}]
+)
+def test_the_answer_follows_a_schema_by_either_name(deepseek: World, wrap: Callable[[object], dict[str, Any]]) -> None:
+    deepseek.says('{"a": 1}')
+    assert post(deepseek, **wrap({"type": "json_schema", "schema": {"type": "object"}})).status_code == 200
+    grammar = deepseek.decode.generated[0].grammar
+    assert grammar is not None
+    assert grammar.structure == JsonSchema(schema_text='{"type": "object"}')
 
 
 def test_the_tool_runner_sends_the_whole_conversation_each_time(deepseek: World) -> None:
