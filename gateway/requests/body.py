@@ -221,6 +221,7 @@ _T = TypeVar("_T")
 
 TEXT_OR_OTHER = Discriminator(lambda value: "<text>" if isinstance(value, str) else "<other>")
 """Tells a string, which is tagged `<text>`, from anything else, which is tagged `<other>`."""
+JsonOrText = Annotated[Annotated[JsonObject, Tag("<other>")] | Annotated[str, Tag("<text>")], TEXT_OR_OTHER]
 TextOr = Annotated[Annotated[str, Tag("<text>")] | Annotated[list[_T], Tag("<other>")], TEXT_OR_OTHER]
 """Text, or a list of pieces."""
 
