@@ -91,7 +91,9 @@ InputItem = Annotated[
     | Annotated[FunctionCall, Tag("<function_call>")]
     | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")],
-    kinds("an item of type message, function_call, function_call_output or reasoning", default="message"),
+    kinds(
+        "a whole item (none is stored): message, function_call, function_call_output or reasoning", default="message"
+    ),
 ]
 
 

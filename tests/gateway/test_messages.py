@@ -58,6 +58,13 @@ def test_an_answer_is_a_message(deepseek: World) -> None:
     assert (sampling.temperature, sampling.top_k) == (0.5, 7)
 
 
+def test_text_has_no_field_that_some_clients_take_for_a_list(deepseek: World) -> None:
+    deepseek.says("It is warm.")
+    assert post(deepseek).json()["content"] == [{"type": "text", "text": "It is warm."}]
+    [begin] = [event for event in events_of(post(deepseek, stream=True)) if event["type"] == "content_block_start"]
+    assert begin["content_block"] == {"type": "text", "text": ""}
+
+
 def test_claude_code_s_billing_header_is_no_part_of_the_prompt(deepseek: World) -> None:
     prompts = []
     for number in range(2):
