@@ -20,7 +20,6 @@ class TextContent(TypedDict):
 
     type: Literal["text"]
     text: str
-    citations: None
 
 
 class ThinkingContent(TypedDict):
@@ -139,7 +138,7 @@ class MessageAnswer(BlockAnswer):
                 thinking = block.text if self._shows_thinking and not begins else ""
                 return {"type": "thinking", "thinking": thinking, "signature": "" if begins else _signature(block)}
             case "text":
-                return {"type": "text", "text": "" if begins else block.text, "citations": None}
+                return {"type": "text", "text": "" if begins else block.text}
             case "call":
                 arguments = {} if begins else json.loads(block.text)
                 return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}

@@ -73,32 +73,47 @@ NEUTRAL: Neutral = {
 """Fields of OpenAI's, vLLM's and SGLang's APIs that are not carried out here."""
 
 OF_GENERATION: Neutral = {
+    "background": (False,),
     "best_of": (1,),
     "chat_template_kwargs": ({},),
+    "conversation": (),
     "echo": (False,),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "include": ([],),
     "include_stop_str_in_output": (False,),
+    "instructions": (),
     "logprobs": (False,),
     "max_completion_tokens": (),
+    "max_output_tokens": (),
     "max_tokens": (),
+    "max_tool_calls": (),
     "n": (1,),
+    "output_config": ({},),
+    "output_format": (),
     "parallel_tool_calls": (True,),
+    "previous_response_id": (),
+    "reasoning": ({},),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "return_draft_counts": (False,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
+    "stop_sequences": ([],),
     "stream_options": ({"include_usage": True}, {"include_usage": False}),
     "structured_outputs": (),
+    "system": (),
+    "text": ({}, {"format": {"type": "text"}}),
+    "thinking": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
     "truncate_prompt_tokens": (),
+    "truncation": ("disabled",),
 }
-"""The same for the fields that some endpoints carry out, at the other endpoints that generate."""
+"""The same for fields of single endpoints that generate, at the others, and for OpenAI's stored conversations."""
 
 OF_MESSAGES: Neutral = {"annotations": ([],), "audio": (), "function_call": (), "prefix": (False,)}
 """The same for the fields of a message: clients send back answers with these."""
@@ -207,6 +222,7 @@ _T = TypeVar("_T")
 
 TEXT_OR_OTHER = Discriminator(lambda value: "<text>" if isinstance(value, str) else "<other>")
 """Tells a string, which is tagged `<text>`, from anything else, which is tagged `<other>`."""
+JsonOrText = Annotated[Annotated[JsonObject, Tag("<other>")] | Annotated[str, Tag("<text>")], TEXT_OR_OTHER]
 TextOr = Annotated[Annotated[str, Tag("<text>")] | Annotated[list[_T], Tag("<other>")], TEXT_OR_OTHER]
 """Text, or a list of pieces."""
 

@@ -3,12 +3,20 @@
 from abc import ABC, abstractmethod
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PlainValidator, ValidationError, model_validator
+from pydantic import Field, PlainValidator, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.formats.conversation import PromptEnd
 from gateway.formats.tools import CallRules, ToolSet
-from gateway.requests.body import OF_MESSAGES, FieldPolicy, JsonObject, Piece, RequestBody, invalid
+from gateway.requests.body import (
+    OF_MESSAGES,
+    TEXT_OR_OTHER,
+    FieldPolicy,
+    JsonObject,
+    Piece,
+    RequestBody,
+    invalid,
+)
 from gateway.requests.generation import MAX_STOP_CHARS, MAX_STOPS, CommonFields, GenerationRequest
 
 MAX_TOOLS = 512
@@ -118,6 +126,11 @@ class NamedTool(Piece):
     function: _NamedFunction
 
 
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<text>")] | Annotated[NamedTool, Tag("<other>")], TEXT_OR_OTHER
+]
+
+
 class ChatPromptFields(Piece):
     """How a conversation becomes a prompt."""
 
@@ -151,7 +164,7 @@ class ChatCompletionRequest(GenerationRequest, ChatPromptFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 

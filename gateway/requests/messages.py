@@ -161,7 +161,7 @@ class CountTokensRequest(ConvertedRequest):
         "response_format": "output_config.format",
         "stop": "stop_sequences",
     }
-    neutral: ClassVar = {"container": (), "mcp_servers": ([],), "thread": ()}
+    neutral: ClassVar = {"compaction": (), "container": (), "mcp_servers": ([],), "thread": ()}
 
     messages: Annotated[list[MessageTurn], Field(min_length=1)]
     system: TextOr[TextBlock] | None = None
@@ -169,6 +169,8 @@ class CountTokensRequest(ConvertedRequest):
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputSchema | None = None
+    """What `output_config.format` was called before."""
 
     def chat_fields(self) -> dict[str, Any]:
         given = self.system
@@ -200,7 +202,7 @@ class CountTokensRequest(ConvertedRequest):
         return "medium" if wanted is None and self.thinking is not None else wanted
 
     def _format(self) -> dict[str, Any] | None:
-        wanted = self.output_config.format if self.output_config else None
+        wanted = (self.output_config and self.output_config.format) or self.output_format
         if wanted is None:
             return None
         return {"type": "json_schema", "json_schema": {"name": "answer", "schema": wanted.schema_, "strict": True}}

@@ -91,7 +91,9 @@ InputItem = Annotated[
     | Annotated[FunctionCall, Tag("<function_call>")]
     | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")],
-    kinds("an item of type message, function_call, function_call_output or reasoning", default="message"),
+    kinds(
+        "a whole item (none is stored): message, function_call, function_call_output or reasoning", default="message"
+    ),
 ]
 
 
@@ -171,14 +173,7 @@ class ResponsesRequest(ConvertedRequest):
         "reasoning_effort": "reasoning.effort",
         "response_format": "text.format",
     }
-    neutral: ClassVar = {
-        "background": (False,),
-        "context_management": ([],),
-        "conversation": (),
-        "moderation": (),
-        "previous_response_id": (),
-        "prompt": (),
-    }
+    neutral: ClassVar = {"context_management": ([],), "moderation": (), "prompt": ()}
 
     input: TextOr[InputItem]
     instructions: str | None = None

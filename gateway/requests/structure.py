@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from base.wire import first_error
 from control.grammar import JSON_OBJECT, JsonSchema, Lark, Regex, Structure, TextChoice
 from gateway.errors import ApiError
-from gateway.requests.body import JsonObject, Piece
+from gateway.requests.body import JsonObject, JsonOrText, Piece
 
 
 class NamedSchema(Piece):
@@ -38,7 +38,7 @@ class ResponseFormat(Piece):
 class StructuredOutputs(Piece):
     """vLLM's `structured_outputs`: one of these."""
 
-    json_: Annotated[JsonObject | str | None, Field(alias="json")] = None
+    json_: Annotated[JsonOrText | None, Field(alias="json")] = None
     regex: str | None = None
     choice: Annotated[list[str], Field(min_length=1)] | None = None
     grammar: str | None = None
@@ -50,7 +50,7 @@ class StructureFields(Piece):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: JsonObject | str | None = None
+    guided_json: JsonOrText | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
     guided_grammar: str | None = None

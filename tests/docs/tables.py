@@ -11,8 +11,7 @@ import typer
 from base.metrics import Metrics
 from cli.main import app
 from gateway.endpoints import ENDPOINTS, Computes, Generates
-from gateway.requests.chat import ChatCompletionRequest
-from gateway.requests.completions import CompletionRequest
+from gateway.requests.body import HARMLESS
 from gateway.requests.tokens import DetokenizeRequest
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +60,7 @@ BODIES = {
     if isinstance(endpoint, Generates | Computes) and endpoint.body is not DetokenizeRequest
 }
 CELLS = ("yes", "refused", "ignored")
+INPUT = {"model", "prompt", "messages", "input", "stream"}
 
 
 def cell(path: str, field: str) -> str:
@@ -71,13 +71,11 @@ def cell(path: str, field: str) -> str:
 
 def fields_table() -> str:
     """What becomes of each field at each endpoint that takes a prompt."""
-    known = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}
-    known = known.union(*(body.not_carried_out() for body in BODIES.values())) - {
-        "model",
-        "prompt",
-        "messages",
-        "stream",
-    }
+    known = (
+        {field for body in BODIES.values() for field in (*body.model_fields, *body.not_carried_out())}
+        - INPUT
+        - HARMLESS
+    )
     rows: dict[tuple[str, ...], list[str]] = {}
     for field in sorted(known):
         rows.setdefault(tuple(cell(path, field) for path in BODIES), []).append(f"`{field}`")

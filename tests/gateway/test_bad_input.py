@@ -106,6 +106,9 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "required"}, "", "expected one of the tools"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "", "one of the tools"),
     ({"tools": [WEATHER], "tool_choice": "maybe"}, "tool_choice", "'none'"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "'allowed_tools'"),
+    ({"guided_json": 5}, "guided_json", "guided_json: Input should be an object, found 5"),
+    ({"structured_outputs": {"json": 5}}, "structured_outputs.json", "should be an object, found 5"),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
         "messages.0.tool_calls.0.function",

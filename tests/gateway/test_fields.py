@@ -206,7 +206,7 @@ def test_chunks_of_text_alone_equal_chunks_with_more(http: httpx.Client, path: s
 
 
 HEAD, *ROWS = readme_rows("fields")
-ANY = {"guided_json", "structured_outputs", "stream_options"}
+ANY = {"guided_json", "output_config", "reasoning", "stream_options", "structured_outputs", "text"}
 """Fields that take any object."""
 PATHS = [path.strip("`") for path in HEAD[1:]]
 INPUT: dict[str, Any] = {"prompt": "a", "input": "a", "messages": [{"role": "user", "content": "a"}]}
@@ -228,6 +228,13 @@ def test_every_field_becomes_of_what_the_readme_says(http: httpx.Client, path: s
         message = (answer.json().get("error") or {}).get("message", "")
         assert message.startswith(f"{field}: not supported here") == (word == "refused"), (field, message)
         assert (answer.status_code == 200) == (word == "ignored") or (word == "yes" and field in ANY), (field, message)
+
+
+def test_no_field_of_one_endpoint_is_lost_at_another_that_generates() -> None:
+    generating = [path for path, body in BODIES.items() if body.generates]
+    for row in ROWS:
+        cells = {row[1 + PATHS.index(path)] for path in generating}
+        assert not {"yes", "ignored"} <= cells, row
 
 
 def test_a_field_that_nobody_knows_is_ignored_and_logged_once() -> None:

@@ -7,6 +7,7 @@ import anthropic
 import httpx
 import pytest
 
+from control.grammar import JsonSchema
 from tests.gateway.world import (
     MODEL,
     WEATHER,
@@ -55,6 +56,13 @@ def test_an_answer_is_a_message(deepseek: World) -> None:
     assert message.usage.output_tokens == len("It is warm.") + 1
     sampling = deepseek.decode.generated[-1].sampling
     assert (sampling.temperature, sampling.top_k) == (0.5, 7)
+
+
+def test_text_has_no_field_that_some_clients_take_for_a_list(deepseek: World) -> None:
+    deepseek.says("It is warm.")
+    assert post(deepseek).json()["content"] == [{"type": "text", "text": "It is warm."}]
+    [begin] = [event for event in events_of(post(deepseek, stream=True)) if event["type"] == "content_block_start"]
+    assert begin["content_block"] == {"type": "text", "text": ""}
 
 
 def test_claude_code_s_billing_header_is_no_part_of_the_prompt(deepseek: World) -> None:
@@ -225,6 +233,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "maybe"}}, "tool_choice: expected a choice of type auto, any, tool or none"),
     ({"thinking": {"type": "much"}}, "thinking.type: "),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers: not supported here"),
+    ({"compaction": {"type": "enabled"}}, "compaction: not supported here"),
     ({"n": 2}, "n: not supported here"),
     ({"response_format": {"type": "json_object"}}, "response_format: not supported here"),
     ({"stop_sequences": "x"}, "stop_sequences: "),
@@ -241,6 +250,17 @@ def test_what_is_not_carried_out_is_named(deepseek: World, fields: dict[str, Any
     body = answer.json()
     assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
     assert body["error"]["message"].startswith(message)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda form: {"output_config": {"format": form}}, lambda form: {"output_format": form}]
+)
+def test_the_answer_follows_a_schema_by_either_name(deepseek: World, wrap: Callable[[object], dict[str, Any]]) -> None:
+    deepseek.says('{"a": 1}')
+    assert post(deepseek, **wrap({"type": "json_schema", "schema": {"type": "object"}})).status_code == 200
+    grammar = deepseek.decode.generated[0].grammar
+    assert grammar is not None
+    assert grammar.structure == JsonSchema(schema_text='{"type": "object"}')
 
 
 def test_the_tool_runner_sends_the_whole_conversation_each_time(deepseek: World) -> None:

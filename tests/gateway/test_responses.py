@@ -211,6 +211,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "'input_image'",
     ),
     ({"input": [{"type": "web_search_call", "id": "x"}]}, "input.0", "'web_search_call'"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "a whole item (none is stored)"),
     ({"input": [{"type": "function_call", "name": "x", "arguments": "{}"}]}, "input.0.call_id", "required"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input.0.role", "'tool'"),
     ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),

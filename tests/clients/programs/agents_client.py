@@ -1,4 +1,4 @@
-"""Agents' libraries against the gateway at argv[1]: pydantic-ai, instructor, Anthropic's tool runner."""
+"""instructor, Anthropic's tool runner and OpenAI's streams against the gateway at argv[1]."""
 
 import sys
 
@@ -6,12 +6,9 @@ import anthropic
 import instructor
 import openai
 from pydantic import BaseModel
-from pydantic_ai import Agent, ToolOutput
-from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
-from pydantic_ai.providers.openai import OpenAIProvider
 
-URL, QUESTION = sys.argv[1], "How is it in Rome?"
-MESSAGES = [{"role": "user", "content": QUESTION}]
+URL = sys.argv[1]
+MESSAGES = [{"role": "user", "content": "How is it in Rome?"}]
 OPENAI = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
 ANTHROPIC = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0)
 
@@ -20,15 +17,6 @@ class weather(BaseModel):  # noqa: N801 - the name of the tool
     """The weather of a city."""
 
     city: str
-
-
-def pydantic_ai_gets_its_output() -> None:
-    provider = OpenAIProvider(base_url=f"{URL}/v1", api_key="none")
-    # Its model for Anthropic's API does not work with version 2 of Anthropic's client, which it asks for.
-    for model in (OpenAIChatModel("tiny", provider=provider), OpenAIResponsesModel("tiny", provider=provider)):
-        for strict in (None, True):
-            agent = Agent(model, output_type=ToolOutput(weather, name="weather", strict=strict), retries=0)
-            assert agent.run_sync(QUESTION).output == weather(city="Rome"), model
 
 
 def instructor_gets_its_model() -> None:
@@ -64,7 +52,6 @@ def openai_says_when_arguments_are_complete() -> None:
     assert [event.parsed_arguments for event in done] == [weather(city="Rome")], done
 
 
-pydantic_ai_gets_its_output()
 instructor_gets_its_model()
 the_tool_runner_runs_tools()
 openai_says_when_arguments_are_complete()

@@ -40,3 +40,14 @@ for service in (OPENAI, ANTHROPIC):
     models = [{"model_name": name, "litellm_params": of} for name, of in (("tiny", service), ("larger", larger))]
     router = litellm.Router(model_list=models, context_window_fallbacks=[{"tiny": ["larger"]}], num_retries=0)
     assert router.completion(model="tiny", messages=LONG).choices[0].message.content == "There is room."
+refused = []
+for ask in (
+    lambda: litellm.completion(**OPENAI, messages=LONG),
+    lambda: litellm.completion(**ANTHROPIC, messages=LONG, stream=True),
+    lambda: litellm.responses(**OPENAI, input="a" * 100_000),
+):
+    try:
+        ask()
+    except litellm.ContextWindowExceededError as error:
+        refused.append(error)
+assert len(refused) == 3, refused
