@@ -164,6 +164,7 @@ def test_h_is_help(capsys: pytest.CaptureFixture[str]) -> None:
         ("decode --model-path /m --max-model-len=4096", "--context-length"),
         ("prefill --model /m", "--model-path"),
         ("decode --model-path /m --gpu-memory-utilization 0.9", "--mem-fraction-static"),
+        ("serve --model-path /m --dp 2", "--prefill-ranks"),
     ],
 )
 def test_a_flag_of_another_server_is_answered_with_ours(refused: Refused, words: str, flag: str) -> None:

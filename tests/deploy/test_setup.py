@@ -54,7 +54,7 @@ DRIVER_API = """
 OF_TESTS = ("ip", "nft", "unshare", "systemd-analyze", "g++", "debootstrap", "promtool")
 
 
-def run(*command: str | Path, cwd: Path | None = None, path: str | None = None, limit: int = 600) -> tuple[int, str]:
+def run(*command: str | Path, cwd: Path | None = None, path: str | None = None, limit: int = 1800) -> tuple[int, str]:
     environment = os.environ | ({"PATH": path} if path else {})
     done = subprocess.run(
         [*map(str, command)], cwd=cwd, env=environment, stdout=-1, stderr=-2, text=True, timeout=limit, check=False
@@ -81,6 +81,8 @@ def debian(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     assert done[0] == 0, done[1]
     for file in ("/etc/resolv.conf", "/etc/ssl/certs/ca-certificates.crt"):
         shutil.copy(file, root / file[1:])
+    # sudo looks its host up.
+    (root / "etc/hosts").write_text(f"127.0.0.1 localhost {socket.gethostname()}\n")
     assert run("chroot", root, "useradd", "--create-home", "user") == (0, "")
     (root / "etc/sudoers.d/user").write_text("user ALL=(ALL) NOPASSWD: ALL\n")
     checkout = root / "home/user/checkout"
@@ -104,7 +106,7 @@ def give_a_gpu(root: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
 @pytest.mark.parametrize("user", ["root", "user"])
 def test_a_clean_debian_gets_all_that_loads_mooncake(debian: Path, user: str, device: str, tmp_path: Path) -> None:
