@@ -24,7 +24,6 @@ LEAST_DRIVER = 580
 _DRIVER = Path("/proc/driver/nvidia/version")
 _MEMORY_NODES = Path("/sys/devices/system/node")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
-_TORCH_COMPUTES = "torch computes, more slowly"
 
 
 class Verdict(Enum):
@@ -56,11 +55,12 @@ def findings() -> Iterator[Finding]:
     yield _driver(driver)
     yield _gpus(driver is not None)
     yield _mooncake()
-    yield _optional("kernels", _nvrtc_lacks(), "NVRTC", _TORCH_COMPUTES)
+    instead = "torch computes, more slowly" if driver else "only GPUs use it"
+    yield _optional("kernels", _nvrtc_lacks(), "NVRTC", instead)
     compiler = c_compiler()
-    yield _optional("C compiler", None if compiler else "none (cc, gcc, clang)", compiler or "", _TORCH_COMPUTES)
+    yield _optional("C compiler", None if compiler else "none (cc, gcc, clang)", compiler or "", instead)
     lacks = None if PYTHON_HEADER.exists() else f"no {PYTHON_HEADER} (python3-dev)"
-    yield _optional("Python headers", lacks, str(PYTHON_HEADER.parent), _TORCH_COMPUTES)
+    yield _optional("Python headers", lacks, str(PYTHON_HEADER.parent), instead)
     devices = rdma_devices()
     yield _optional("RDMA", None if devices else "no device", ", ".join(devices), "KV goes over TCP, or shared memory")
     yield _locked_memory(bool(devices))

@@ -184,7 +184,7 @@ class Preparer:
                 [message.rendered() for message in request.messages],
                 tools,
                 thinking=request.thinking,
-                variables=request.chat_template_kwargs or {},
+                variables=request.template_variables(),
                 end=request.prompt_end,
             )
         except FormatError as error:

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 FamilyName = Literal["deepseek_v32", "glm_moe_dsa"]
 """`model_type` in config.json."""
-ShapeName = Literal["deepseek-v3.2", "glm-5", "glm-5.2"]
+ShapeName = Literal["deepseek-v3.2", "glm-5", "glm-5.2", "glm-5.3"]
 """Published models, whose widths a node may have without their weights."""
 
 
@@ -71,9 +71,11 @@ _GLM_5: dict[str, Any] = {
     "num_nextn_predict_layers": 1,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
 }
-# Of the layers of GLM-5.2 the first three and every fourth after them have an indexer.
+# Of the layers of GLM-5.2 the first three and every fourth after them have an indexer. GLM-5.3 has other weights and
+# another chat template.
 _GLM_5_2 = {
     **_GLM_5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 8000000.0},
     "max_position_embeddings": 1048576,
     "index_topk_freq": 4,
     "index_skip_topk_offset": 3,
@@ -90,7 +92,7 @@ FAMILIES: Mapping[FamilyName, ModelFamily] = {
     "glm_moe_dsa": ModelFamily(
         index_interleaved=True,
         layers=_glm_layers,
-        shapes={"glm-5": _GLM_5, "glm-5.2": _GLM_5_2},
+        shapes={"glm-5": _GLM_5, "glm-5.2": _GLM_5_2, "glm-5.3": _GLM_5_2},
         tiny={"index_topk_freq": 2, "index_share_for_mtp_iteration": True},
     ),
 }

@@ -9,10 +9,12 @@ from gateway.formats import deepseek_v32, glm, hermes, json_calls
 from gateway.formats.conversation import (
     BEGIN_OF_REASONING,
     END_OF_REASONING,
+    FormatError,
     Message,
     Prompt,
     PromptEnd,
     arguments_of,
+    asks_for_thinking,
     check_end,
     content_of,
 )
@@ -63,7 +65,13 @@ def template_renderer(source: str, apply: ApplyTemplate, reasons: bool) -> _Rend
         if thinking is not None and not {"thinking", "enable_thinking"} & variables.keys():
             variables = {**variables, "thinking": thinking, "enable_thinking": thinking}
         text = apply(list(map(as_templates_expect, messages)), [dict(tool) for tool in tools] or None, variables, end)
-        return Prompt(text, reasons and text.rstrip().endswith(BEGIN_OF_REASONING))
+        reasoning = reasons and text.rstrip().endswith(BEGIN_OF_REASONING)
+        if reasoning and not asks_for_thinking(thinking, variables, default=True):
+            raise FormatError(
+                "this model's chat template always reasons: reasoning_effort 'none', thinking 'disabled' and "
+                "enable_thinking false are not supported"
+            )
+        return Prompt(text, reasoning)
 
     return render
 

@@ -208,6 +208,11 @@ class ChatCompletionRequest(GenerationRequest, ChatPromptFields):
         """Whether the model is to reason first; None: as the checkpoint does by default."""
         return None if self.reasoning_effort is None else self.reasoning_effort != "none"
 
+    def template_variables(self) -> dict[str, Any]:
+        """Variables of the chat template besides messages and tools."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **(self.chat_template_kwargs or {})}
+
     def requested_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 

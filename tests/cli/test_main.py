@@ -157,6 +157,7 @@ def test_every_field_of_a_panel_is_one() -> None:
         ("decode --model-path /m --max-model-len=4096", "--context-length"),
         ("prefill --model /m", "--model-path"),
         ("decode --model-path /m --gpu-memory-utilization 0.9", "--mem-fraction-static"),
+        ("serve --model-path /m --dp 2", "--prefill-ranks"),
     ],
 )
 def test_a_flag_of_another_server_is_answered_with_ours(refused: Refused, words: str, flag: str) -> None:

@@ -101,6 +101,14 @@ def test_reasoning_can_be_turned_off(glm: World, switch: dict[str, Any]) -> None
     assert "reasoning_content" not in answer.choices[0].message.model_dump(exclude_none=True)
 
 
+def test_the_template_gets_the_effort(glm: World) -> None:
+    glm.says("</think>Sunny.")
+    assert glm.chat(QUESTION, reasoning_effort="low").choices[0].message.content == "Sunny."
+    assert glm.prompt.startswith("Reasoning Effort: low\n")
+    glm.chat(QUESTION, reasoning_effort="low", extra_body={"chat_template_kwargs": {"reasoning_effort": "high"}})
+    assert glm.prompt.startswith("Reasoning Effort: high\n")
+
+
 def test_an_answer_that_is_cut_off_in_a_call_has_no_call(glm: World) -> None:
     text = "</think>Well. <tool_call>weather<arg_key>ci"
     glm.says(text)

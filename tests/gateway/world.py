@@ -36,6 +36,7 @@ CHAT_TEMPLATE = (
 LONG_CONTEXT = 1 << 15
 DSML = "｜DSML｜"  # noqa: RUF001
 GLM_TEMPLATE = (
+    "{% if reasoning_effort in ['low', 'high'] %}Reasoning Effort: {{ reasoning_effort }}\n{% endif %}"
     "{% if tools %}tools: {% for tool in tools %}{{ tool | tojson }}{% endfor %}\n{% endif %}"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}"

@@ -130,7 +130,12 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(
     ("shape", "layers", "index_layers", "context"),
-    [("deepseek-v3.2", 61, 61, 163840), ("glm-5", 78, 78, 202752), ("glm-5.2", 78, 21, 1048576)],
+    [
+        ("deepseek-v3.2", 61, 61, 163840),
+        ("glm-5", 78, 78, 202752),
+        ("glm-5.2", 78, 21, 1048576),
+        ("glm-5.3", 78, 21, 1048576),
+    ],
 )
 def test_a_directory_of_published_widths_has_the_kv_of_the_model(
     shape: str, layers: int, index_layers: int, context: int, tmp_path: Path

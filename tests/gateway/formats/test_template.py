@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from gateway.formats.conversation import PromptEnd
+from gateway.formats.conversation import FormatError, PromptEnd
 from gateway.formats.families import CALL_PARSERS, ChatFormat, choose_format
 from gateway.formats.parsing import ContentDelta
 from gateway.formats.tools import CallRules, ToolSet
@@ -94,6 +94,15 @@ def test_glm_reasons_unless_told_otherwise() -> None:
         prompt = glm.render([USER], **options)
         assert prompt.text == f"[gMASK]<sop><|user|>Hi<|assistant|>{'<think>' if reasons else '</think>'}"
         assert prompt.reasoning == reasons
+
+
+@pytest.mark.parametrize("options", [{"thinking": False}, {"variables": {"enable_thinking": False}}])
+def test_a_template_that_always_reasons_says_so(options: dict[str, Any]) -> None:
+    """As that of GLM-5.3."""
+    always = format_of(GLM.replace("'</think>' if (enable_thinking is defined and not enable_thinking) else ", ""))
+    assert always.render([USER]).reasoning
+    with pytest.raises(FormatError, match="always reasons: reasoning_effort 'none'"):
+        always.render([USER], **options)
 
 
 def test_a_template_gets_what_it_expects() -> None:
