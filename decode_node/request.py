@@ -164,6 +164,13 @@ class Request:
         asked = self.generate.prompt_logprobs is not None and len(self.generate.prompt_ids) > 1
         return asked and self.prompt_logprobs is None
 
+    def has_prompt_of(self, other: "Request") -> bool:
+        """Whether their prompts are the same, and may be shared. Those of one message are one object."""
+        mine, theirs = self.generate, other.generate
+        return mine.cache_salt == theirs.cache_salt and (
+            mine.packed_prompt is theirs.packed_prompt or mine.packed_prompt == theirs.packed_prompt
+        )
+
     @property
     def request_id(self) -> str:
         return self.generate.request_id

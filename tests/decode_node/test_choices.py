@@ -66,6 +66,18 @@ def test_a_choice_that_comes_late_takes_the_prompt_of_one_that_runs() -> None:
     assert {name: h.answers[name] for name in NAMES} == alone(tokens)
 
 
+@pytest.mark.parametrize("length", [65, 100, 200])
+def test_other_prompts_and_salts_of_a_group_share_nothing(length: int) -> None:
+    h, tokens = Caching(), {"a": prompt(100), "b": prompt(length, seed=1), "c": prompt(100)}
+    for name, each in tokens.items():
+        salt = "own" if name == "c" else ""
+        h.ask(name, prompt=each, tokens=40, group="g", sampling=sampling(name), cache_salt=salt)
+    h.turn()
+    assert [len(message.token_ids) for message in prefills(h)] == [99, length - 1, 99]
+    h.run()
+    assert h.answers == {name: alone(each)[name] for name, each in tokens.items()}
+
+
 def test_the_next_choice_is_prefilled_if_the_first_loses_its_attempt() -> None:
     h, tokens = Caching(slow={"a"}), prompt(100)
     ask(h, tokens)
