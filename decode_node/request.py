@@ -2,7 +2,6 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -11,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from base.tracing import NO_SPAN, TraceSpan
-from control.messages import AttemptId, FinishReason, Generate, Peer, Sampling
+from control.messages import AttemptId, FinishReason, Generate, Peer
 from control.prompt_logprobs import PromptLogprobTable, too_many
 from engine.adjustments import BannedTokens, adjusts
 from engine.grammar.state import GrammarState
@@ -284,16 +283,8 @@ class Limits:
             return f"{prompt} prompt tokens and max_tokens {new} exceed the context of {self.context_length} tokens"
         if prompt + new - 1 > self.host_slots:
             return f"{prompt + new - 1} tokens of KV exceed the host pool of {self.host_slots}"
-        largest = int(generate.prompt.max())
-        for token_ids in (generate.generated, generate.stop_token_ids, *_named_tokens(generate.sampling)):
-            largest = max(largest, *token_ids, 0)
+        # Tables on the device have no room for others.
+        largest = max(int(generate.prompt.max()), max(generate.generated, default=0), generate.largest_named_id)
         if largest >= self.vocab_size:
             return f"token id {largest} is outside the vocabulary of {self.vocab_size}"
         return None if generate.prompt_logprobs is None else too_many(prompt, generate.prompt_logprobs)
-
-
-def _named_tokens(sampling: Sampling) -> Iterator[Iterable[int]]:
-    """The ids that settings name: tables on the device have no room for others."""
-    yield (token_id for token_id, _ in sampling.logit_bias)
-    yield sampling.allowed_token_ids or ()
-    yield from sampling.bad_words

@@ -99,6 +99,13 @@ class Generate(Message, sent_by=GATEWAY):
         """The prompt's token ids, shared by copies that are made afterwards. No NumPy array: messages are compared."""
         return array("i", self.prompt_ids)
 
+    @cached_property
+    def largest_named_id(self) -> int:
+        """The largest token id that the settings name, or 0. Shared as `packed_prompt` is."""
+        sampling = self.sampling
+        named = (self.stop_token_ids, [token for token, _ in sampling.logit_bias], sampling.allowed_token_ids or ())
+        return max(max(ids, default=0) for ids in (*named, *sampling.bad_words))
+
     @property
     def prompt(self) -> npt.NDArray[np.int32]:
         """The prompt's token ids: int32 [prompt_tokens], in the memory of `packed_prompt`."""
@@ -106,7 +113,7 @@ class Generate(Message, sent_by=GATEWAY):
 
     def each(self) -> Iterator["Generate"]:
         """One message for each request, with the prompt and the settings shared. The first has `prompt_logprobs`."""
-        _ = self.packed_prompt
+        _ = self.packed_prompt, self.largest_named_id
         yield self.model_copy(update={"further": ()})
         for choice in self.further:
             sampling = self.sampling.model_copy(update={"seed": choice.seed})
