@@ -21,7 +21,7 @@ from tests.e2e.cluster import Cluster, wait_until
 from tests.e2e.spawn import fork
 from tests.fuzz.bodies import Case, case
 from tests.fuzz.scripted_model import HONEST, ScriptedModel, beyond_bounds
-from tests.fuzz.watched_gateway import ENVIRONMENT, MODULE, Measures
+from tests.fuzz.watched import ENVIRONMENT, MODULE, Measures
 from tests.gateway.nodes import FakeNode
 from tests.gateway.world import GLM_TEMPLATE, LONG_CONTEXT, MODEL, write_checkpoint
 
@@ -31,8 +31,8 @@ ANSWER_S = 30.0
 HONEST_S = 5.0
 """On an idle machine, as ANSWER_S: `patience` is how many times as long it takes on this one."""
 PEAK_BYTES, PEAK_PER_BYTE = 128 << 20, 256
-"""Of one body, whose answers have 4096 tokens at most with log probabilities. The tokenizer takes 233 to 262 bytes for a
-token, which is a byte here: measured with 0.26 to 1.05 million tokens."""
+"""Of one body, whose answers have 4096 tokens at most with log probabilities. The tokenizer takes 233 to 262 bytes for
+a token, which is a byte here: measured with 0.26 to 1.05 million tokens."""
 MOST_BODY_BYTES = 1 << 20
 """The gateway answers a larger one before it has come, and closes the connection."""
 SETTINGS_BYTES = 8 << 20
@@ -52,7 +52,7 @@ def patience() -> float:
 
 
 def overloaded() -> bool:
-    """Whether a scripted node may get no processor for so long that it counts as lost, which clients are told by 503."""
+    """Whether a scripted node may get no processor for so long that it counts as lost, and clients are told 503."""
     return patience() > 2
 
 
@@ -62,9 +62,10 @@ class Finding:
     index: int
     extreme: str
     problems: tuple[str, ...]
+    module: str = "gateway"
 
     def __str__(self) -> str:
-        replay = f".venv/bin/python -m tests.fuzz.gateway {self.seed} {self.index}"
+        replay = f".venv/bin/python -m tests.fuzz.{self.module} {self.seed} {self.index}"
         return f"{self.extreme}: {'; '.join(self.problems)}\n  replay: {replay}"
 
 
