@@ -39,6 +39,8 @@ class Hostile:
         """Those that a decode node has asked this prefill node for."""
         self.offers: dict[str, Peer] = {}
         """By role, the nodes that have registered here."""
+        self.served: set[str] = set()
+        """Requests whose prompts this prefill node was asked for."""
         self.ended: dict[str, str] = {}
         """Why requests ended, with the error."""
         self.said: set[str] = set()
@@ -73,6 +75,7 @@ class Hostile:
             case PrefillRequest():
                 if message.cache_salt == HOSTILE_SALT:
                     self.attempts = [*self.attempts[-50:], list(message.attempt)]
+                    self.served.add(message.attempt.request_id)
                 else:
                     self.plane.send(sender, PrefillFailed(attempt=message.attempt, reason="not here", refused=True))
             case Abort():
