@@ -8,6 +8,7 @@ import zmq
 from control.keys import load_keys
 from control.messages import (
     Abort,
+    Accepted,
     FetchRefused,
     Heartbeat,
     HeartbeatAck,
@@ -41,6 +42,7 @@ class Hostile:
         """By role, the nodes that have registered here."""
         self.served: set[str] = set()
         """Requests whose prompts this prefill node was asked for."""
+        self.accepted: set[str] = set()
         self.ended: dict[str, str] = {}
         """Why requests ended, with the error."""
         self.said: set[str] = set()
@@ -72,6 +74,8 @@ class Hostile:
                 self.plane.send(sender, Registered(via=message.via))
             case Heartbeat():
                 self.plane.send(sender, HeartbeatAck(via=message.via, known=True))
+            case Accepted():
+                self.accepted.add(message.request_id)
             case PrefillRequest():
                 if message.cache_salt == HOSTILE_SALT:
                     self.attempts = [*self.attempts[-50:], list(message.attempt)]

@@ -36,6 +36,8 @@ class Sent:
     parts: tuple[tuple[bytes, ...], ...]
     request_ids: tuple[str, ...]
     """Of requests that they may begin."""
+    too_large: bool
+    """Whether it has more settings than a node may take."""
 
     @property
     def num_bytes(self) -> int:
@@ -80,6 +82,7 @@ def message(seed: int, index: int, to: Role, senders: Mapping[Role, Json], known
         make.__name__.strip("_"),
         tuple(draft.parts(data) for data in packed),
         tuple(one for one in ids if one.isascii() and 0 < len(one) <= 128),
+        make is _settings and _is_too_large(body),
     )
 
 
@@ -144,6 +147,14 @@ def _settings(rng: random.Random, draft: _Draft) -> None:
     number = draft.body["request_id"]
     further = [{"request_id": f"{number}.{n}", "seed": n} for n in range(rng.choice([0, MAX_CHOICES - 1 + over]))]
     draft.body.update(sampling=rng.choice(large), further=further)
+
+
+def _is_too_large(body: Json) -> bool:
+    """By docs/operations/secure.md."""
+    sampling = body["sampling"]
+    tokens_of_words = sum(map(len, sampling.get("bad_words", ())))
+    others = len(sampling.get("allowed_token_ids", ())) > 2**18 or len(sampling.get("logit_bias", ())) > 1024
+    return others or tokens_of_words > 4096 or len(body["further"]) > 127
 
 
 def _anything(rng: random.Random, draft: _Draft) -> None:

@@ -151,6 +151,8 @@ class Service:
             problems.append(f"a turn took {slowest * 1000:.0f} ms of a processor")
         if (peak := self._resident("VmHWM") - before) > PEAK_BYTES + PEAK_PER_BYTE * sent.num_bytes:
             problems.append(f"memory rose by {peak >> 20} MiB for {sent.num_bytes} bytes")
+        if sent.too_large and self._hostile["gateway"].accepted.intersection(sent.request_ids):
+            problems.append("it was taken, with more settings than a node may take")
         return problems + self._trouble[:1]
 
     def _is_deaf(self) -> str | None:
