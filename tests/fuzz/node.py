@@ -16,7 +16,7 @@ import psutil
 
 from control.codec import encode
 from control.keys import generate
-from control.messages import Abort, AttemptId, Cancel, FetchRequest, Message, Role
+from control.messages import AttemptId, Cancel, FetchRequest, Message, Role
 from model.tiny import write_tiny_checkpoint
 from tests.e2e.asking import ask, ids_of
 from tests.e2e.cluster import HOT_BUFFER, Cluster, wait_until
@@ -37,7 +37,7 @@ BATCH = 50
 """After so many messages every request is cancelled, and the node must hold nothing."""
 ANSWER_S, HONEST_S = 20.0, 10.0
 MOST_FINDINGS = 5
-SENDERS: Mapping[Role, tuple[Role, ...]] = {"decode": ("gateway", "prefill"), "prefill": ("gateway", "decode")}
+SENDERS: Mapping[Role, tuple[Role, ...]] = {"decode": ("gateway", "prefill")}
 
 
 class Service:
@@ -176,14 +176,9 @@ class Service:
 
     def _sync(self, role: Role, name: str) -> Message:
         """What the node answers with that name."""
-        attempt = AttemptId(self._hostile[role].me.boot_id, name, 1)
-        match role, self._to:
-            case "gateway", "decode":
-                return Cancel(request_id=name)
-            case "prefill", _:
-                return FetchRequest(attempt=attempt, start=0, stop=1)
-            case _:
-                return Abort(attempt=attempt)
+        if role == "gateway":
+            return Cancel(request_id=name)
+        return FetchRequest(attempt=AttemptId(self._hostile[role].me.boot_id, name, 1), start=0, stop=1)
 
     def settle(self, request_ids: set[str]) -> list[str]:
         """What the node still holds after all requests were cancelled and the honest client has stopped.
