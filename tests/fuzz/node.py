@@ -54,7 +54,7 @@ class Service:
             checkpoint, directory, MODULE, lambda name: {ENVIRONMENT: str(directory / name)}, spawn=fork
         )
         gateway = self._cluster.gateway(served_model_name="tiny", key_dir=keys)
-        flags: dict[str, object] = {"key_dir": keys, "log_level": "warning"}
+        flags: dict[str, Any] = {"key_dir": keys, "log_level": "warning"}
         spy = Hostile("gateway", keys, "")
         flags["gateway"] = (gateway.control_address, spy.me.address)
         self._cluster.prefill(**flags)
@@ -63,7 +63,7 @@ class Service:
         self.node = self._cluster.nodes[to]
         self._process = psutil.Process(self.node.process.pid)
         spy.to = self.node.control_address
-        self._hostile = {"gateway": spy}
+        self._hostile: dict[Role, Hostile] = {"gateway": spy}
         for role in SENDERS[to][1:]:
             self._hostile[role] = Hostile(role, keys, self.node.control_address)
         wait_until(lambda: {"prefill", "decode"} <= spy.offers.keys(), what="the nodes to register")
