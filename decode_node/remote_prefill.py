@@ -12,6 +12,7 @@ import structlog
 
 from base.metrics import Metrics
 from control.messages import (
+    MAX_ATTEMPTS,
     Admitted,
     AttemptId,
     ChunkDone,
@@ -323,7 +324,7 @@ class RemotePrefill:
             if attempt.state is AttemptState.ACCEPTED:
                 asked.setdefault(attempt.node, []).append(attempt.id)
         for node, attempts in asked.items():
-            self._control.send(node, Holding(attempts=tuple(attempts)))
+            self._control.send(node, Holding(attempts=tuple(attempts[:MAX_ATTEMPTS])))
 
 
 def _says_that_nothing_is_in_flight(message: PrefillMessage) -> bool:

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from base.tracing import NO_SPAN, TraceSpan
-from control.messages import AttemptId, FinishReason, Generate, Peer, Sampling
+from control.messages import AttemptId, FinishReason, Generate, Peer
 from control.prompt_logprobs import PromptLogprobTable, too_many
 from engine.adjustments import BannedTokens, adjusts
 from engine.grammar.state import GrammarState
@@ -164,6 +164,13 @@ class Request:
         asked = self.generate.prompt_logprobs is not None and len(self.generate.prompt_ids) > 1
         return asked and self.prompt_logprobs is None
 
+    def has_prompt_of(self, other: "Request") -> bool:
+        """Whether their prompts are the same, and may be shared. Those of one message are one object."""
+        mine, theirs = self.generate, other.generate
+        return mine.cache_salt == theirs.cache_salt and (
+            mine.packed_prompt is theirs.packed_prompt or mine.packed_prompt == theirs.packed_prompt
+        )
+
     @property
     def request_id(self) -> str:
         return self.generate.request_id
@@ -287,16 +294,8 @@ class Limits:
             return f"{prompt} prompt tokens and max_tokens {new} exceed the context of {self.context_length} tokens"
         if prompt + new - 1 > self.host_slots:
             return f"{prompt + new - 1} tokens of KV exceed the host pool of {self.host_slots}"
-        largest = int(generate.prompt.max())
-        for token_ids in (generate.generated, generate.stop_token_ids, *_named_tokens(generate.sampling)):
-            largest = max(largest, *token_ids, 0)
+        # Tables on the device have no room for others.
+        largest = max(int(generate.prompt.max()), max(generate.generated, default=0), generate.largest_named_id)
         if largest >= self.vocab_size:
             return f"token id {largest} is outside the vocabulary of {self.vocab_size}"
         return None if generate.prompt_logprobs is None else too_many(prompt, generate.prompt_logprobs)
-
-
-def _named_tokens(sampling: Sampling) -> Iterator[Iterable[int]]:
-    """The ids that settings name: tables on the device have no room for others."""
-    yield (token_id for token_id, _ in sampling.logit_bias)
-    yield sampling.allowed_token_ids or ()
-    yield from sampling.bad_words

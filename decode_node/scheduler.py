@@ -176,6 +176,9 @@ class Scheduler:
         for request in waiting:
             shares = not request.generated and not request.lacks_logprobs
             donor = donors.get(request.generate.group) if shares else None
+            if donor is not None and not request.has_prompt_of(donor):
+                # No gateway of ours says so. Shared slots would be cached as the KV of both.
+                donor = None
             if donor is not None and not donor.has_kv:
                 continue
             node = self._choose_node(request)

@@ -5,6 +5,7 @@ import queue
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Generic, TypeVar
 
@@ -33,6 +34,8 @@ Event = TypeVar("Event")
 
 MAX_WAITING = 10_000
 """Size of the inbox beyond which control messages are dropped: senders repeat those that must arrive."""
+MOST_TAKEN = 256
+"""Messages and events of one turn of the loop, so that a flood does not hold the steps of others."""
 
 
 def closing_command(config: NodeConfig) -> str:
@@ -153,7 +156,8 @@ class NodeShell(Generic[Event]):
             )
 
     def receive(self, timeout: float) -> list[tuple[Peer, Message] | Event]:
-        """Items that arrived; waits `timeout` seconds for the first. Raises StartupError if refused, and as `check`."""
+        """Up to MOST_TAKEN items that arrived; waits `timeout` seconds for the first. Raises StartupError if refused,
+        and as `check`."""
         self.control.check()
         if self._kv_events is not None:
             self._kv_events.check()
@@ -162,14 +166,12 @@ class NodeShell(Generic[Event]):
         if self._cache_reports is not None:
             self._cache_reports.send(time.monotonic())
         items: list[tuple[Peer, Message] | Event] = []
-        try:
-            item = self.inbox.get(timeout=timeout)
-            while True:
+        with suppress(queue.Empty):
+            for number in range(MOST_TAKEN):
+                item = self.inbox.get(timeout=0 if number else timeout)
                 if item is not None:
                     items.append(item)
-                item = self.inbox.get_nowait()
-        except queue.Empty:
-            return items
+        return items
 
     def leave(self) -> None:
         """Tell the gateways that this node takes no new request. Its heartbeats go on while it finishes the others."""

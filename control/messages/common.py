@@ -44,7 +44,14 @@ class Peer(WireModel):
 
 MAX_RANKS = 1024
 """Processes of one node, at most."""
+MAX_LISTED = 4096
+"""Nodes in a list, at most: decode nodes go through it for each request that waits, in each turn."""
+MAX_ATTEMPTS = 2**14
+"""Attempts of one message, at most."""
 RankPeers = Annotated[tuple[Peer, ...], Field(max_length=MAX_RANKS)]
+ListedPeers = Annotated[tuple[Peer, ...], Field(max_length=MAX_LISTED)]
+LongestPrompts = Annotated[dict[Identifier, UInt], Field(max_length=MAX_LISTED)]
+RanksOfNodes = Annotated[dict[Identifier, RankPeers], Field(max_length=MAX_LISTED)]
 
 
 class Identity(WireModel):

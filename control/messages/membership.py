@@ -9,13 +9,16 @@ from base.block_hashes import BlockHashes
 from base.wire import Identifier, UInt
 from control.messages.common import (
     GATEWAY,
+    MAX_LISTED,
     NODES,
     CheckpointIdentity,
     HostPort,
+    ListedPeers,
+    LongestPrompts,
     Message,
     ModelIdentity,
-    Peer,
     RankPeers,
+    RanksOfNodes,
 )
 from transfer.choices import Transport
 
@@ -63,10 +66,10 @@ class HeartbeatAck(Message, sent_by=GATEWAY):
 
     via: HostPort
     known: bool
-    prefill_nodes: tuple[Peer, ...] = ()
-    longest_prompts: dict[Identifier, UInt] = Field(default_factory=dict)
-    prefill_ranks: dict[Identifier, RankPeers] = Field(default_factory=dict)
-    leaving: tuple[Identifier, ...] = ()
+    prefill_nodes: ListedPeers = ()
+    longest_prompts: LongestPrompts = Field(default_factory=dict)
+    prefill_ranks: RanksOfNodes = Field(default_factory=dict)
+    leaving: Annotated[tuple[Identifier, ...], Field(max_length=MAX_LISTED)] = ()
     cache_serial: UInt | None = None
 
 

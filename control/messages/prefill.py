@@ -8,6 +8,7 @@ from pydantic_core import CoreSchema, core_schema
 from base.wire import Identifier, UInt
 from control.messages.common import (
     DECODE,
+    MAX_ATTEMPTS,
     MAX_RANKS,
     PREFILL,
     CacheSalt,
@@ -155,20 +156,20 @@ class Quiesced(Message, sent_by=PREFILL):
 class Holding(Message, sent_by=DECODE):
     """Decode node to prefill node: how far are these attempts? Answered by Progress, and NotHeld or Quiesced."""
 
-    attempts: tuple[AttemptId, ...] = ()
+    attempts: Annotated[tuple[AttemptId, ...], Field(max_length=MAX_ATTEMPTS)] = ()
 
 
 class Progress(Message, sent_by=PREFILL):
     """Prefill node to decode node: how far it is with the attempts that it was asked about and holds."""
 
-    computed: tuple[tuple[AttemptId, UInt], ...] = ()
+    computed: Annotated[tuple[tuple[AttemptId, UInt], ...], Field(max_length=MAX_ATTEMPTS)] = ()
     current_pass: UInt | None = None
 
 
 class NotHeld(Message, sent_by=PREFILL):
     """Prefill node to decode node: of these attempts nothing is in flight here. As good as Quiesced."""
 
-    attempts: tuple[AttemptId, ...] = ()
+    attempts: Annotated[tuple[AttemptId, ...], Field(max_length=MAX_ATTEMPTS)] = ()
 
 
 class FetchRequest(Message, sent_by=PREFILL):

@@ -11,7 +11,18 @@ from pydantic import AfterValidator, Field, model_validator
 
 from base.wire import Identifier, UInt, WireModel
 from control.grammar import Grammar
-from control.messages.common import DECODE, GATEWAY, CacheSalt, Message, Peer, RankPeers, TokenId, TokenIds, TraceParent
+from control.messages.common import (
+    DECODE,
+    GATEWAY,
+    CacheSalt,
+    ListedPeers,
+    LongestPrompts,
+    Message,
+    RanksOfNodes,
+    TokenId,
+    TokenIds,
+    TraceParent,
+)
 from control.prompt_logprobs import Alternatives
 
 MAX_BIASES = 1024
@@ -21,6 +32,7 @@ MAX_ALLOWED = 2**18
 MAX_BAD_WORD_TOKENS = 4096
 """Tokens of all bad words of one request together."""
 Bias = Annotated[float, Field(ge=-100, le=100)]
+MAX_STOP_IDS = 1024
 MAX_CHOICES = 128
 """Answers of one request of a client, over all of its prompts."""
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -75,16 +87,16 @@ class Generate(Message, sent_by=GATEWAY):
     max_new_tokens: Annotated[int, Field(ge=1, lt=2**31)]
     generated: TokenIds = ()
     sampling: Sampling = Sampling()
-    stop_token_ids: TokenIds = ()
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] = ()
     priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     grammar: Grammar | None = None
     cache_salt: CacheSalt = ""
     group: Annotated[str, Field(max_length=128)] = ""
     prompt_logprobs: Alternatives | None = None
     counts_drafts: bool = False
-    prefill_nodes: tuple[Peer, ...] = ()
-    longest_prompts: dict[Identifier, UInt] = Field(default_factory=dict)
-    prefill_ranks: dict[Identifier, RankPeers] = Field(default_factory=dict)
+    prefill_nodes: ListedPeers = ()
+    longest_prompts: LongestPrompts = Field(default_factory=dict)
+    prefill_ranks: RanksOfNodes = Field(default_factory=dict)
     traceparent: TraceParent = ""
     further: Annotated[tuple[FurtherChoice, ...], Field(max_length=MAX_CHOICES - 1)] = ()
 
@@ -100,6 +112,13 @@ class Generate(Message, sent_by=GATEWAY):
         """The prompt's token ids, shared by copies that are made afterwards. No NumPy array: messages are compared."""
         return array("i", self.prompt_ids)
 
+    @cached_property
+    def largest_named_id(self) -> int:
+        """The largest token id that the settings name, or 0. Shared as `packed_prompt` is."""
+        sampling = self.sampling
+        named = (self.stop_token_ids, [token for token, _ in sampling.logit_bias], sampling.allowed_token_ids or ())
+        return max(max(ids, default=0) for ids in (*named, *sampling.bad_words))
+
     @property
     def prompt(self) -> npt.NDArray[np.int32]:
         """The prompt's token ids: int32 [prompt_tokens], in the memory of `packed_prompt`."""
@@ -107,7 +126,7 @@ class Generate(Message, sent_by=GATEWAY):
 
     def each(self) -> Iterator["Generate"]:
         """One message for each request, with the prompt and the settings shared. The first has `prompt_logprobs`."""
-        _ = self.packed_prompt
+        _ = self.packed_prompt, self.largest_named_id
         yield self.model_copy(update={"further": ()})
         for choice in self.further:
             sampling = self.sampling.model_copy(update={"seed": choice.seed})

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PlainValidator, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from gateway.errors import shown
 from gateway.formats.conversation import PromptEnd
 from gateway.formats.tools import CallRules, ToolSet
 from gateway.requests.body import (
@@ -36,7 +37,7 @@ def _content(value: object) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("text") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(text, str):
-            found = f", found one of type {kind!r}" if isinstance(kind, str) and kind != "text" else ""
+            found = f", found one of type {shown(kind)}" if isinstance(kind, str) and kind != "text" else ""
             raise PydanticCustomError("content_type", f"expected a string or a list of parts of type 'text'{found}")
         texts.append(text)
     return "\n".join(texts)

@@ -19,7 +19,9 @@ from control.messages import (
     Destination,
     FurtherChoice,
     Generate,
+    HeartbeatAck,
     Message,
+    NotHeld,
     Output,
     Outputs,
     Peer,
@@ -106,6 +108,22 @@ def test_a_request_beyond_the_bounds_of_one_client_is_malformed(field: str, valu
     message = Generate(request_id="r", prompt_ids=(1,), max_new_tokens=1).model_copy(update={"sampling": sampling})
     with pytest.raises(MalformedMessage, match=f"Generate: sampling.{field}"):
         decode(encode(message, GATEWAY))
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        (Generate(request_id="r", prompt_ids=(1,), max_new_tokens=1), {"stop_token_ids": (1,) * 1025}),
+        (HeartbeatAck(via="a:1", known=True), {"prefill_nodes": (PREFILL,) * 4097}),
+        (HeartbeatAck(via="a:1", known=True), {"longest_prompts": {str(number): 1 for number in range(4097)}}),
+        (HeartbeatAck(via="a:1", known=True), {"leaving": ("x",) * 4097}),
+        (NotHeld(), {"attempts": (ATTEMPT,) * 16_385}),
+    ],
+)
+def test_lists_that_a_loop_goes_through_are_bounded(message: Message, change: dict[str, Any]) -> None:
+    [field] = change
+    with pytest.raises(MalformedMessage, match=f"{field}: .* at most"):
+        decode(encode(message.model_copy(update=change), sender_of(message)))
 
 
 @pytest.mark.parametrize(

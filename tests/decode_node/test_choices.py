@@ -1,11 +1,12 @@
 """Requests of one group: several answers to one prompt, which is prefilled once."""
 
+from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
 import pytest
 
-from control.messages import PrefillDone, PrefillFailed, PrefillRequest, Sampling
+from control.messages import FurtherChoice, Generate, PrefillDone, PrefillFailed, PrefillRequest, Sampling
 from control.prompt_logprobs import PromptLogprobs
 from decode_node.request import RequestState
 from tests.decode_node.world import GATEWAY, PREFILL, Caching, World, prompt
@@ -64,6 +65,38 @@ def test_a_choice_that_comes_late_takes_the_prompt_of_one_that_runs() -> None:
     h.run()
     assert h.answers["late"] == h.answers["a"]
     assert {name: h.answers[name] for name in NAMES} == alone(tokens)
+
+
+@pytest.mark.parametrize("length", [65, 100, 200])
+def test_other_prompts_and_salts_of_a_group_share_nothing(length: int) -> None:
+    h, tokens = Caching(), {"a": prompt(100), "b": prompt(length, seed=1), "c": prompt(100)}
+    for name, each in tokens.items():
+        salt = "own" if name == "c" else ""
+        h.ask(name, prompt=each, tokens=40, group="g", sampling=sampling(name), cache_salt=salt)
+    h.turn()
+    assert [len(message.token_ids) for message in prefills(h)] == [99, length - 1, 99]
+    h.run()
+    assert h.answers == {name: alone(each)[name] for name, each in tokens.items()}
+
+
+class Ids(tuple[int, ...]):
+    """Token ids that count how often they are read."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.times += 1
+        return super().__iter__()
+
+
+def test_settings_are_checked_once_for_all_choices_of_a_message() -> None:
+    h, allowed = World(), Ids([5, 6])
+    settings = Sampling(temperature=0).model_copy(update={"allowed_token_ids": allowed})
+    further = tuple(FurtherChoice(request_id=name, seed=1) for name in NAMES)
+    message = Generate(request_id="r", prompt_ids=prompt(9), max_new_tokens=3, further=further)
+    for one in message.model_copy(update={"sampling": settings}).each():
+        assert h.scheduler.add(one, GATEWAY) is None
+    assert allowed.times == 1
 
 
 def test_the_next_choice_is_prefilled_if_the_first_loses_its_attempt() -> None:

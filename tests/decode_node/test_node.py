@@ -87,6 +87,13 @@ def node_of(harness: World, shell: Shell) -> DecodeNode:
     )
 
 
+def test_a_flood_of_messages_takes_many_turns() -> None:
+    shell = Shell(FakeControl(), Metrics())
+    for _ in range(600):
+        shell.inbox.put((GATEWAY, Leaving()))
+    assert [len(shell.receive(0)) for _ in range(4)] == [256, 256, 88, 0]
+
+
 class Running:
     """A decode node whose loop runs on a thread, with real tiers and a real verifier. The test plays the others."""
 

@@ -156,6 +156,14 @@ def test_an_error_repeats_only_the_beginning_of_a_long_name(world: World) -> Non
     assert len(answer.text) < 500
 
 
+def test_an_error_repeats_only_the_beginning_of_a_long_type(world: World) -> None:
+    message = {"role": "user", "content": [{"type": "x" * 5000, "text": "a"}]}
+    answer = world.http.post("/v1/chat/completions", json={"messages": [message]})
+    assert answer.status_code == 400
+    assert "expected a string or a list of parts of type 'text'" in answer.text
+    assert len(answer.text) < 500
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[1]", b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"[" * 10**5]
 )

@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz.watched_gateway gateway ...`: a gateway that measures itself, in memory that a test shares."""
+"""`python -m tests.fuzz.watched ROLE ...`: a process that measures itself, in memory that a test shares."""
 
 import asyncio
 import ctypes
@@ -8,18 +8,23 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from cli.main import main as run_command
+from control.plane import ControlPlane
+from decode_node.node import DecodeNode
+from prefill_node.endpoint import PrefillEndpoint
 
-MODULE = "tests.fuzz.watched_gateway"
+MODULE = "tests.fuzz.watched"
 ENVIRONMENT = "HISPARSE_PD_FUZZ_MEASURES"
 _SLOWEST, _OBJECTS = 0, 1
 
 
 class Measures:
-    """slowest: the longest processor time in seconds of one callback of the event loop, since it was set to 0.
+    """slowest: the longest processor time in seconds of one callback of the event loop, one turn of a node's loop or
+    one message at a node's control port, since it was set to 0.
 
     objects: that Python's garbage collector knows, since the last SIGUSR1; 0 until it is answered.
     """
@@ -47,21 +52,29 @@ class Measures:
         self._values[_OBJECTS] = count
 
 
+def _timed(run: Callable[..., Any], measures: Measures) -> Callable[..., Any]:
+    def timed(*arguments: Any) -> Any:
+        began = time.thread_time()
+        try:
+            return run(*arguments)
+        finally:
+            measures.slowest = max(measures.slowest, time.thread_time() - began)
+
+    return timed
+
+
 def main(words: Sequence[str]) -> None:
     measures = Measures(Path(os.environ[ENVIRONMENT]))
-    run = asyncio.Handle._run
-
-    def timed(handle: asyncio.Handle) -> None:
-        began = time.thread_time()
-        run(handle)
-        measures.slowest = max(measures.slowest, time.thread_time() - began)
+    timed = {"decode": [(DecodeNode, "_turn"), (ControlPlane, "_receive")]}
+    timed["prefill"] = [(PrefillEndpoint, "_turn"), (ControlPlane, "_receive")]
+    for owner, name in timed.get(words[0], [(asyncio.Handle, "_run")]):
+        setattr(owner, name, _timed(getattr(owner, name), measures))
 
     def collect(*_: object) -> None:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         measures.objects = len(gc.get_objects())
 
-    asyncio.Handle._run = timed  # type: ignore[method-assign]
     signal.signal(signal.SIGUSR1, collect)
     run_command(list(words))
 
