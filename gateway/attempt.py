@@ -16,6 +16,7 @@ from control.prompt_logprobs import PromptLogprobs, PromptLogprobTable
 from gateway.errors import ApiError
 from gateway.generation import Generation, NodeFailed, TokenizedRequest
 from gateway.held_answers import HeldBytes
+from gateway.outcome import ServedTokens
 
 log = structlog.get_logger(__name__)
 
@@ -141,6 +142,13 @@ class Attempt:
     def received(self) -> int:
         """Tokens that have arrived in all tries, none missing before the last."""
         return len(self.generation.token_ids)
+
+    @property
+    def served(self) -> ServedTokens:
+        """What the node has done for it. It says how much of a prompt it had with the first token of an answer."""
+        earlier, outcome = len(self.generate.generated), self.request.outcome
+        prompt = len(self.request.prompt_ids) if self.received and not earlier else 0
+        return ServedTokens(self.received - earlier, prompt, outcome.cached_tokens if prompt else 0)
 
     def deliver(self, output: Output, now: float) -> None:
         """Take new tokens. Ignores repeated ones."""
