@@ -5,6 +5,7 @@ tokens from the gap on. Log probabilities of the prompt that are missing at the 
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
@@ -16,7 +17,6 @@ from control.prompt_logprobs import PromptLogprobs, PromptLogprobTable
 from gateway.errors import ApiError
 from gateway.generation import Generation, NodeFailed, TokenizedRequest
 from gateway.held_answers import HeldBytes
-from gateway.outcome import ServedTokens
 
 log = structlog.get_logger(__name__)
 
@@ -144,11 +144,13 @@ class Attempt:
         return len(self.generation.token_ids)
 
     @property
-    def served(self) -> ServedTokens:
-        """What the node has done for it. It says how much of a prompt it had with the first token of an answer."""
-        earlier, outcome = len(self.generate.generated), self.request.outcome
-        prompt = len(self.request.prompt_ids) if self.received and not earlier else 0
-        return ServedTokens(self.received - earlier, prompt, outcome.cached_tokens if prompt else 0)
+    def served(self) -> Counter[str]:
+        """Tokens that the node has generated, and of the prompt, of which it says with the first token what it had."""
+        earlier = len(self.generate.generated)
+        if earlier or not self.received:
+            return Counter(generated=self.received - earlier)
+        cached = self.request.outcome.cached_tokens
+        return Counter(generated=self.received, prompt=len(self.request.prompt_ids), cached=cached)
 
     def deliver(self, output: Output, now: float) -> None:
         """Take new tokens. Ignores repeated ones."""

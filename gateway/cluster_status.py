@@ -16,7 +16,6 @@ from base.version import VERSION
 from control.messages import Role
 from gateway.decode_client import DecodeClient
 from gateway.generation import Generation, GenerationPhase
-from gateway.outcome import ServedTokens
 from gateway.registry import Node, NodeRegistry, NodeState
 
 SAMPLE_S = 5.0
@@ -85,26 +84,31 @@ class ClusterReport(TypedDict):
 
 
 class _Sample(NamedTuple):
-    """seconds, served: since the sample before."""
+    """A node at a time, and what it has done since the sample before."""
 
     running_requests: int | None
     queued_tokens: int | None
     kv_usage: float | None
-    seconds: float
-    served: ServedTokens
-
-    @property
-    def tokens_per_s(self) -> float:
-        return round(self.served.generated / self.seconds, 1)
+    tokens_per_s: float
+    prompt_tokens: int
+    prefix_hit_tokens: int
 
 
 @dataclass
 class _SampledNode:
     """served: all that it had done by the last sample, which was taken at `at`."""
 
-    served: ServedTokens
+    served: Counter[str]
     at: float
     samples: deque[_Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+
+    def add(self, node: Node, served: Counter[str], now: float) -> None:
+        since = served - self.served
+        said = node.running_requests, node.load, round(node.kv_usage, 4)
+        running, queued, usage = (None, None, None) if node.state(now) == "lost" else said
+        rate = round(since["generated"] / (now - self.at), 1)
+        self.samples.append(_Sample(running, queued, usage, rate, since["prompt"], since["cached"]))
+        self.served, self.at = served, now
 
 
 class ClusterStatus:
@@ -124,19 +128,16 @@ class ClusterStatus:
 
     def sample(self, now: float) -> None:
         """Take a sample of each node. The first look at a node is none: it says from where to count."""
-        at_nodes: defaultdict[str, ServedTokens] = defaultdict(ServedTokens)
+        at_nodes: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for attempt in self._client.attempts:
-            at_nodes[attempt.node.boot_id] = at_nodes[attempt.node.boot_id].plus(attempt.served)
+            at_nodes[attempt.node.boot_id] += attempt.served
         sampled, self._sampled = self._sampled, {}
         for node in self._registry.nodes:
             boot = node.peer.boot_id
-            served = node.served.plus(at_nodes[boot])
+            served = node.served + at_nodes[boot]
             known = self._sampled[boot] = sampled.get(boot) or _SampledNode(served, now)
             if now > known.at:
-                since = now - known.at, served.plus(known.served, -1)
-                sample = _Sample(node.running_requests, node.load, round(node.kv_usage, 4), *since)
-                known.samples.append(_Sample(None, None, None, *since) if node.state(now) == "lost" else sample)
-                known.served, known.at = served, now
+                known.add(node, served, now)
 
     def report(self, now: float) -> ClusterReport:
         generations = self._client.generations
@@ -173,8 +174,8 @@ class ClusterStatus:
             "requests": sum(here[boot, phase] for phase in _AT_NODE),
             "waiting": here[boot, GenerationPhase.WAITING],
             "tokens_per_s": samples[-1].tokens_per_s if samples else 0.0,
-            "prompt_tokens": sum(sample.served.prompt for sample in samples),
-            "prefix_hit_tokens": sum(sample.served.cached for sample in samples),
+            "prompt_tokens": sum(sample.prompt_tokens for sample in samples),
+            "prefix_hit_tokens": sum(sample.prefix_hit_tokens for sample in samples),
             "cached_tokens": self._registry.cached_tokens(node.peer),
             "history": {
                 "running_requests": [sample.running_requests for sample in samples],

@@ -1,7 +1,6 @@
-"""What has become of one answer, for usage and for the access log, and of all answers of a node."""
+"""What has become of one answer, for usage and for the access log."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 
 @dataclass(slots=True)
@@ -17,17 +16,3 @@ class AnswerOutcome:
     """How often it went on at another decode node, as its own had failed."""
     nodes: list[str] = field(default_factory=list)
     """Addresses of the decode nodes that were asked for it, in order."""
-
-
-class ServedTokens(NamedTuple):
-    """Tokens that a decode node generated, those of the prompts of its answers, and of these the ones it had cached."""
-
-    generated: int = 0
-    prompt: int = 0
-    cached: int = 0
-
-    def plus(self, other: "ServedTokens", sign: int = 1) -> "ServedTokens":
-        return ServedTokens(*(mine + sign * its for mine, its in zip(self, other, strict=True)))
-
-
-NOTHING_SERVED = ServedTokens()

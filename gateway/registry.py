@@ -4,8 +4,9 @@ A node is *live* while its heartbeats arrive and it is not leaving; only live no
 again as soon as it is heard, and forgotten after a minute. Pure logic: time is an argument, messages are return values.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
@@ -21,7 +22,6 @@ from control.messages import (
     Registered,
     Role,
 )
-from gateway.outcome import NOTHING_SERVED, ServedTokens
 from gateway.prefix_routing import PrefixIndex, ranked
 
 SILENT_AFTER_S = 3.0
@@ -46,8 +46,8 @@ class Node:
     reported_tokens: int = 0
     running_requests: int = 0
     kv_usage: float = 0.0
-    served: ServedTokens = NOTHING_SERVED
-    """For the requests of this gateway that it has no more."""
+    served: Counter[str] = field(default_factory=Counter)
+    """Tokens of requests of this gateway that it has no more: `generated`, and of prompts `prompt` and `cached`."""
     assigned_tokens: int = 0
     """Sent by this gateway since the last heartbeat."""
 
@@ -202,10 +202,10 @@ class NodeRegistry:
         if node := self._find(peer):
             node.assigned_tokens += tokens
 
-    def count_served(self, peer: Peer, tokens: ServedTokens) -> None:
-        """A process has no more of a request, for which it has done that."""
+    def count_served(self, peer: Peer, tokens: Counter[str]) -> None:
+        """Count what a process has done for a request that it has no more, as in `Node.served`."""
         if node := self._find(peer):
-            node.served = node.served.plus(tokens)
+            node.served += tokens
 
     @property
     def nodes(self) -> Iterable[Node]:

@@ -1,6 +1,5 @@
 """The page at /status in a browser, while requests run, a node dies and they migrate. Takes Chromium and playwright."""
 
-import json
 import math
 import os
 import random
@@ -20,7 +19,6 @@ import pytest
 from control import membership
 from control.messages import CacheUpdate, Cancel, Generate, Heartbeat, Message, Output, Peer, Token
 from gateway import cluster_status
-from gateway.cluster_status import SAMPLES
 from gateway.config import GatewayConfig
 from tests.gateway.nodes import FakeDecodeNode, FakeNode, wait_until
 from tests.gateway.test_access import key_file
@@ -186,11 +184,9 @@ def shot(page: Any, tmp_path: Path, name: str, **options: Any) -> None:
     page.screenshot(path=file, full_page=True, **options)
 
 
-def answer_with(page: Any, **changes: Any) -> None:
-    """From now on /v1/cluster says that."""
-    report = {"version": "1", "unready": None, "sample_s": 5.0, "samples": SAMPLES, "nodes": [], "slowest": []}
-    report |= {"phases": {"placing": 0, "waiting": 0, "streaming": 0}, **changes}
-    page.route("**/v1/cluster", lambda route: route.fulfill(body=json.dumps(report), content_type="application/json"))
+def change(page: Any, change: Callable[[Any], Any]) -> None:
+    """From now on /v1/cluster says something else."""
+    page.route("**/v1/cluster", lambda route: route.fulfill(json=change(route.fetch().json())))
 
 
 def wait_for_text(page: Any, selector: str, text: str) -> None:
@@ -245,13 +241,14 @@ def test_everything_is_shown_at_every_size(
 
 def test_names_of_nodes_and_requests_are_never_html(open_page: Open) -> None:
     evil = "<img src=x onerror=alert(1)><script>document.title='owned'</script>"
-    node = dict.fromkeys(("heartbeat_age_s", "running_requests", "queued_tokens", "kv_usage", "requests"), 0)
-    node |= dict.fromkeys(("waiting", "tokens_per_s", "prompt_tokens", "prefix_hit_tokens", "cached_tokens"), 0)
-    columns = ("running_requests", "tokens_per_s", "queued_tokens", "kv_usage")
-    node |= {"address": evil, "role": "decode", "state": "ready", "history": {name: [0, None, 1] for name in columns}}
-    request = dict.fromkeys(("age_s", "idle_s", "prompt_tokens", "cached_tokens", "tokens", "migrations"), 0)
     page = open_page()
-    answer_with(page, nodes=[node], slowest=[{**request, "request_id": evil, "phase": "streaming", "node": evil}])
+
+    def renamed(report: Any) -> Any:
+        for node in report["nodes"]:
+            node["address"] = evil
+        return report | {"slowest": [report["slowest"][0] | {"request_id": evil, "phase": "streaming", "node": evil}]}
+
+    change(page, renamed)
     wait_for_text(page, "#decode th", evil)
     wait_for_text(page, "#requests th", evil)
     wait_for_text(page, "#requests td", f"decode at {evil}")
@@ -261,7 +258,7 @@ def test_names_of_nodes_and_requests_are_never_html(open_page: Open) -> None:
 
 def test_what_is_missing_is_said_in_words(open_page: Open) -> None:
     page = open_page()
-    answer_with(page, unready="no live decode node is registered")
+    change(page, lambda report: report | {"nodes": [], "slowest": [], "unready": "no live decode node is registered"})
     wait_for_text(page, "#state", "No request can be served: no live decode node is registered.")
     for text in ("No decode node is registered.", "No prefill node is registered.", "No request is being answered."):
         wait_for_text(page, ".empty:visible", text)
