@@ -21,13 +21,13 @@ PANELS: Mapping[str, str] = {
     "KV transfer": "transfer_protocol transfer_host transfer_ports ib_device transfer_checksum transfer_timeout",
     "Addresses and keys of processes": """host port metrics_port control_port control_host advertise_host key_dir
         insecure""",
-    "Clients": """api_keys api_key_file priority_key_file allow_priority allowed_origins ssl_certfile
-        ssl_keyfile""",
+    "Clients": """api_keys api_key_file priority_key_file allow_priority operator_key_file allowed_origins
+        ssl_certfile ssl_keyfile""",
     "Requests": """request_timeout token_timeout migration_limit chat_template tool_call_parser reasoning_parser
         strict_fields""",
     "Limits": """max_concurrent_requests max_body_mib max_total_body_mib max_answer_mib max_total_answer_mib
         header_timeout""",
-    "Logs and traces": "log_level log_format otlp_traces_endpoint",
+    "Logs, traces and status": "log_level log_format otlp_traces_endpoint status_page",
 }
 """The fields of configurations by subject, in the order of --help. Fields without a subject come after them."""
 _PANEL_OF = {field: panel for panel, fields in PANELS.items() for field in fields.split()}

@@ -17,7 +17,7 @@ from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from base.tracing import NO_SPAN, AttributeValue, Tracer, TraceSpan
-from gateway.endpoints import ENDPOINTS
+from gateway.endpoints import ENDPOINTS, STATUS_PATHS
 from gateway.errors import is_anthropic
 from gateway.preparer import PreparedRequest
 from gateway.streaming import CLIENT_LEFT
@@ -26,8 +26,8 @@ log = structlog.get_logger(__name__)
 
 OTHER = "other"
 """The name of all paths that are no endpoint, so that the labels of metrics are bounded."""
-_PROBES = frozenset(endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key)
-_FIXED = frozenset(endpoint.path for endpoint in ENDPOINTS)
+_PROBES = frozenset((*STATUS_PATHS, *(endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key)))
+_FIXED = _PROBES | frozenset(endpoint.path for endpoint in ENDPOINTS)
 _PATTERNS = tuple((compile_path(path.replace("}", ":path}"))[0], path) for path in sorted(_FIXED) if path.endswith("}"))
 _SANE_ID = re.compile(r"[!-~]{1,128}")
 

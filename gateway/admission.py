@@ -9,13 +9,14 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.client_usage import ClientUsage, ClientUse
-from gateway.endpoints import ENDPOINTS
+from gateway.endpoints import ENDPOINTS, STATUS_PATHS
 from gateway.errors import ApiError, shown
 from gateway.held_answers import HeldAnswers
 from gateway.keys import ApiKeys, Client
 
-_OPEN_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key)
-"""Every other path needs a key, whether it exists or not."""
+_OPEN_PATHS = frozenset((*STATUS_PATHS, *(endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key)))
+"""Every other path needs a key, whether it exists or not. The status page asks for operators' keys itself: operators
+look at it when the gateway serves as many requests as it may."""
 _BYTES_PER_TOKEN = 8
 """Of a prompt token: as much as an id takes in JSON, so that a prompt counts the same as text and as ids."""
 

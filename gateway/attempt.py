@@ -5,6 +5,7 @@ tokens from the gap on. Log probabilities of the prompt that are missing at the 
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
@@ -141,6 +142,15 @@ class Attempt:
     def received(self) -> int:
         """Tokens that have arrived in all tries, none missing before the last."""
         return len(self.generation.token_ids)
+
+    @property
+    def served(self) -> Counter[str]:
+        """Tokens that the node has generated, and of the prompt, of which it says with the first token what it had."""
+        earlier = len(self.generate.generated)
+        if earlier or not self.received:
+            return Counter(generated=self.received - earlier)
+        cached = self.request.outcome.cached_tokens
+        return Counter(generated=self.received, prompt=len(self.request.prompt_ids), cached=cached)
 
     def deliver(self, output: Output, now: float) -> None:
         """Take new tokens. Ignores repeated ones."""

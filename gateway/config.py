@@ -74,6 +74,12 @@ class GatewayConfig(ProcessConfig):
         Path | None, Flag("File of further keys, one a line, whose requests may go before others: a priority below 0.")
     ] = None
     allow_priority: Annotated[bool, Flag("Requests of all clients may go before others: a priority below 0.")] = False
+    status_page: Annotated[
+        bool, Flag("Serve /status, a page with nodes and slow requests, and /v1/cluster, the same as JSON.")
+    ] = False
+    operator_key_file: Annotated[
+        Path | None, Flag("File of further keys, one a line, of operators: they open the page of --status-page.")
+    ] = None
     prefix_cache_per_key: Annotated[
         bool, Flag("Clients with different API keys share no cached prefixes: none can tell what others have sent.")
     ] = False

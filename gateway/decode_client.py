@@ -10,7 +10,7 @@ The client is told what kind of failure it was, and the request's id. The nodes'
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import structlog
@@ -44,6 +44,8 @@ class DecodeClient:
         self._registry = registry
         self._attempts: dict[str, Attempt] = {}
         """By the id of the try."""
+        self._generations: dict[Generation, None] = {}
+        """In the order in which they began."""
         self._groups: dict[str, dict[str, Attempt]] = {}
         """The same attempts by group: choices of one prompt."""
         self._pending: dict[str, PendingGroup] = {}
@@ -61,11 +63,22 @@ class DecodeClient:
     def in_flight(self) -> int:
         return len(self._attempts)
 
+    @property
+    def attempts(self) -> Collection[Attempt]:
+        """Requests that are at a node now."""
+        return self._attempts.values()
+
+    @property
+    def generations(self) -> Collection[Generation]:
+        """All requests that have begun and not ended, the oldest first."""
+        return self._generations.keys()
+
     async def stream(
         self, request: TokenizedRequest, read: Callable[[Output], Delta], held: HeldBytes, sink: DeltaSink
     ) -> AsyncGenerator[Sequence[Delta], None]:
         """What `read` makes of outputs, less what the sink takes. Raises ApiError. Closing it cancels the request."""
         generation = Generation(request, self._limits)
+        self._generations[generation] = None
         try:
             while True:
                 attempt = await self._place(generation, read, held, sink)
@@ -87,6 +100,7 @@ class DecodeClient:
                 finally:
                     self._end(attempt)
         finally:
+            del self._generations[generation]
             generation.move(GenerationPhase.ENDED)
 
     def deliver(self, sender: Peer, message: Accepted | Rejected | Outputs) -> None:
@@ -249,6 +263,7 @@ class DecodeClient:
         del self._attempts[request_id], self._groups[group][request_id]
         if not self._groups[group]:
             del self._groups[group]
+        self._registry.count_served(attempt.node, attempt.served)
         was_asked = attempt.pending is None or attempt.pending.key is not None
         self._answered(attempt)
         if attempt.gap is not None:

@@ -22,6 +22,9 @@ from gateway.requests.responses import ResponsesRequest
 from gateway.requests.tokens import DetokenizeRequest, TokenizeRequest
 from service.status import Health, Ready, Version
 
+STATUS_PATHS = ("/status", "/status.css", "/status.js", "/v1/cluster")
+"""What --status-page adds (`gateway.status_page`). Not a part of the API: /openapi.json is silent about it."""
+
 
 @dataclass(frozen=True)
 class Endpoint:

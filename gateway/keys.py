@@ -30,6 +30,8 @@ class Client:
     name: str | None = None
     goes_first: bool = False
     """Whether its requests may go before others."""
+    operates: bool = False
+    """Whether it may see what /v1/cluster says of all clients' requests."""
     max_concurrent_requests: int | None = None
     tokens_per_minute: int | None = None
 
@@ -45,13 +47,23 @@ class _Key:
 class ApiKeys:
     """The accepted keys, as digests. Raises StartupError for a key that no client could send, and an unusable file."""
 
-    def __init__(self, keys: Sequence[str], file: Path | None, priority_file: Path | None = None) -> None:
-        """priority_file: has further keys, those whose requests may go before others."""
+    def __init__(
+        self,
+        keys: Sequence[str],
+        file: Path | None,
+        priority_file: Path | None = None,
+        operator_file: Path | None = None,
+    ) -> None:
+        """priority_file, operator_file: have further keys, of clients that may go before others, or are operators."""
         self._fixed = [
             _Key(_digest(_checked(key, f"--api-key or {API_KEYS_VARIABLE}")), Client(name=UNNAMED)) for key in keys
         ]
-        named = (("--api-key-file", file, False), ("--priority-key-file", priority_file, True))
-        self._files = [_watched(flag, path, goes_first) for flag, path, goes_first in named if path is not None]
+        named = (
+            ("--api-key-file", file, Client()),
+            ("--priority-key-file", priority_file, Client(goes_first=True)),
+            ("--operator-key-file", operator_file, Client(operates=True)),
+        )
+        self._files = [_watched(flag, path, rights) for flag, path, rights in named if path is not None]
 
     def __len__(self) -> int:
         return len(self._accepted())
@@ -70,11 +82,11 @@ class ApiKeys:
         return [*self._fixed, *(key for file in self._files for key in file.get())]
 
 
-def _watched(flag: str, file: Path, goes_first: bool) -> WatchedFiles[list[_Key]]:
-    return WatchedFiles((file,), lambda: _read(flag, file, goes_first))
+def _watched(flag: str, file: Path, rights: Client) -> WatchedFiles[list[_Key]]:
+    return WatchedFiles((file,), lambda: _read(flag, file, rights))
 
 
-def _read(flag: str, file: Path, goes_first: bool) -> list[_Key]:
+def _read(flag: str, file: Path, rights: Client) -> list[_Key]:
     try:
         with file.open(encoding="utf-8") as lines:
             mode = os.fstat(lines.fileno()).st_mode
@@ -87,10 +99,10 @@ def _read(flag: str, file: Path, goes_first: bool) -> list[_Key]:
         raise StartupError(f"{flag} {file}: anyone on this machine can read it; chmod 600 or 640 it")
     if not keys:
         raise StartupError(f"{flag} {file}: expected one key per line, found none")
-    return [_key(words, f"{flag} {file}", goes_first) for words in keys]
+    return [_key(words, f"{flag} {file}", rights) for words in keys]
 
 
-def _key(words: Sequence[str], source: str, goes_first: bool) -> _Key:
+def _key(words: Sequence[str], source: str, rights: Client) -> _Key:
     """The key of a line. Raises StartupError, which tells nothing of the line but names of settings."""
     settings = dict(word.partition("=")[::2] for word in words[1:])
     if not all(
@@ -101,9 +113,9 @@ def _key(words: Sequence[str], source: str, goes_first: bool) -> _Key:
             "'-'), max-concurrent-requests=NUMBER and tokens-per-minute=NUMBER (1 and more)"
         )
     requests, tokens = (settings.get(limit) for limit in ("max-concurrent-requests", "tokens-per-minute"))
-    client = Client(
+    client = replace(
+        rights,
         name=settings.get("name", UNNAMED),
-        goes_first=goes_first,
         max_concurrent_requests=None if requests is None else int(requests),
         tokens_per_minute=None if tokens is None else int(tokens),
     )

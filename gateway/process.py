@@ -5,6 +5,7 @@ import gc
 import signal
 import socket
 import time
+from typing import Any
 
 import structlog
 from fastapi import FastAPI
@@ -32,6 +33,7 @@ from control.plane import ControlPlane
 from gateway.access_log import AccessLog
 from gateway.admission import Admission, RequestLimits
 from gateway.client_usage import ClientUsage
+from gateway.cluster_status import ClusterStatus
 from gateway.completer import Completer
 from gateway.config import API_KEYS_VARIABLE, GatewayConfig
 from gateway.decode_client import SWEEP_S, DecodeClient
@@ -44,6 +46,7 @@ from gateway.prefix_routing import PrefixIndex
 from gateway.preparer import Preparer, chat_format_of
 from gateway.registry import NodeRegistry
 from gateway.server import ApiServer
+from gateway.status_page import status_page_router
 from gateway.tokenizer import CheckpointTokenizer
 from service.config import check_clients, check_processes
 from service.connection import ConnectionLimits
@@ -141,6 +144,10 @@ class Gateway:
         )
         app = ApiServer(self._completer, self._rejection_reason).app()
         app.include_router(status_router(self._unready_reason))
+        self._cluster: ClusterStatus | None = None
+        if config.status_page:
+            self._cluster = ClusterStatus(self.registry, self._client, self._unready_reason)
+            app.include_router(status_page_router(self._cluster, keys, self.metrics.http_refused))
         metrics_app = app if self._metrics_listener is None else FastAPI(openapi_url=None)
         metrics_app.include_router(metrics_router(self.metrics, self._refresh))
         self._answers = HeldAnswers(
@@ -191,9 +198,12 @@ class Gateway:
         sweeping = asyncio.create_task(self._client.sweep())
         serving = asyncio.gather(*(server.serve() for server in self._servers))
         watching = asyncio.create_task(self._watch_nodes())
-        running = sweeping, watching, asyncio.create_task(watch_loop(self.metrics.loop_delay))
+        running = [sweeping, watching, asyncio.create_task(watch_loop(self.metrics.loop_delay))]
+        if self._cluster is not None:
+            running.append(asyncio.create_task(self._cluster.sample_always()))
         stopping = asyncio.create_task(self._drained())
-        await asyncio.wait((serving, stopping, *running), return_when=asyncio.FIRST_COMPLETED)
+        awaited: list[asyncio.Future[Any]] = [serving, stopping, *running]
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         log.info("gateway stops", requests=self._client.in_flight)
         for server in self._servers:
             server.should_exit = True
@@ -284,12 +294,15 @@ class Gateway:
 def _api_keys(config: GatewayConfig) -> ApiKeys | None:
     """Those that clients need; None if they need none."""
     if config.api_keys or config.api_key_file:
-        return ApiKeys(config.api_keys, config.api_key_file, config.priority_key_file)
+        if config.status_page and config.operator_key_file is None:
+            raise StartupError("--status-page: clients need keys here, so operators do, too: give --operator-key-file")
+        return ApiKeys(config.api_keys, config.api_key_file, config.priority_key_file, config.operator_key_file)
+    needed = f"other clients need keys, too: give --api-key-file (or {API_KEYS_VARIABLE})"
     if config.priority_key_file:
-        raise StartupError(
-            f"--priority-key-file {config.priority_key_file}: other clients need keys, too: give --api-key-file (or "
-            f"{API_KEYS_VARIABLE}); or --allow-priority instead, if all clients may go before others"
-        )
+        instead = "or --allow-priority instead, if all clients may go before others"
+        raise StartupError(f"--priority-key-file {config.priority_key_file}: {needed}; {instead}")
+    if config.operator_key_file:
+        raise StartupError(f"--operator-key-file {config.operator_key_file}: {needed}")
     return None
 
 

@@ -4,11 +4,13 @@ A node is *live* while its heartbeats arrive and it is not leaving; only live no
 again as soon as it is heard, and forgotten after a minute. Pure logic: time is an argument, messages are return values.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Literal
 
-from base.block_hashes import BlockHashes
+from base.block_hashes import BLOCK_TOKENS, BlockHashes
 from control.messages import (
     CacheUpdate,
     CheckpointIdentity,
@@ -26,6 +28,9 @@ SILENT_AFTER_S = 3.0
 FORGOTTEN_AFTER_S = 60.0
 _NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
 
+NodeState = Literal["ready", "not ready", "leaving", "lost"]
+"""lost: silent. leaving: it takes no new requests and finishes those that it has."""
+
 
 @dataclass
 class Node:
@@ -39,7 +44,10 @@ class Node:
     lost: bool = False
     """Whether it was found silent, at the last look."""
     reported_tokens: int = 0
+    running_requests: int = 0
     kv_usage: float = 0.0
+    served: Counter[str] = field(default_factory=Counter)
+    """Tokens of requests of this gateway that it has no more: `generated`, and of prompts `prompt` and `cached`."""
     assigned_tokens: int = 0
     """Sent by this gateway since the last heartbeat."""
 
@@ -49,6 +57,11 @@ class Node:
 
     def live(self, now: float) -> bool:
         return not self.leaving and now - self.last_heartbeat <= SILENT_AFTER_S
+
+    def state(self, now: float) -> NodeState:
+        if now - self.last_heartbeat > SILENT_AFTER_S:
+            return "lost"
+        return "leaving" if self.leaving else "ready" if self.ready else "not ready"
 
 
 @dataclass(frozen=True)
@@ -105,7 +118,7 @@ class NodeRegistry:
         node.last_heartbeat = now
         node.ready = beat.ready
         node.reported_tokens, node.assigned_tokens = beat.queued_tokens, 0
-        node.kv_usage = beat.kv_usage
+        node.running_requests, node.kv_usage = beat.running_requests, beat.kv_usage
         return HeartbeatAck(
             via=beat.via,
             known=True,
@@ -188,6 +201,20 @@ class NodeRegistry:
         """Count work sent to a node until its next heartbeat reports it."""
         if node := self._find(peer):
             node.assigned_tokens += tokens
+
+    def count_served(self, peer: Peer, tokens: Counter[str]) -> None:
+        """Count what a process has done for a request that it has no more, as in `Node.served`."""
+        if node := self._find(peer):
+            node.served += tokens
+
+    @property
+    def nodes(self) -> Iterable[Node]:
+        """All that are registered, the silent ones included until they are forgotten."""
+        return self._nodes.values()
+
+    def cached_tokens(self, peer: Peer) -> int | None:
+        """How many tokens a node's prefix cache is known to have; None if that does not matter."""
+        return None if self._caches is None else self._caches.blocks(peer.boot_id) * BLOCK_TOKENS
 
     def replaced(self, peer: Peer) -> bool:
         """Whether another boot has that process's address, which proves the process dead."""

@@ -13,7 +13,7 @@ _IMPOSSIBLE = "impossible on this machine: "
 
 
 def impossible(reason: str) -> str:
-    """A reason to skip that counts everywhere: not for want of a package, nor of root."""
+    """A reason to skip that counts everywhere: not for want of what `make setup` installs (no browser), nor of root."""
     return _IMPOSSIBLE + reason
 
 
