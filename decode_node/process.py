@@ -5,7 +5,7 @@ from functools import partial
 
 from control.keys import load_token
 from control.membership import Membership
-from control.messages import Heartbeat, Register
+from control.messages import Heartbeat, NodeTotals, Register
 from decode_node.config import DecodeConfig
 from decode_node.grammars import Grammars
 from decode_node.node import DecodeNode
@@ -20,6 +20,7 @@ from engine.draft_policy import StepSize, policy_of
 from engine.grammar.vocabulary import Vocabulary
 from engine.runner import ModelRunner
 from hisparse.config import parse_config
+from hisparse.swap_in import SwapInCounters
 from hisparse.tiers import build_tiers
 from ranks.place import RankPlace
 from service.checkpoint import identity_of, stop_token_ids
@@ -123,6 +124,8 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
                 queued_tokens=scheduler.outstanding_tokens,
                 running_requests=coordinator.num_running,
                 kv_usage=coordinator.host.usage,
+                hot_usage=coordinator.device.usage,
+                totals=_totals(coordinator.counters()),
             ),
         )
         loop = DecodeNode(shell, scheduler, remote, coordinator, membership, ranks)
@@ -133,6 +136,10 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
         loop.run()
         # Before the ranks disconnect. Not after a failure: a step may wait for a rank that is gone.
         runner.close()
+
+
+def _totals(counters: SwapInCounters) -> NodeTotals:
+    return NodeTotals(hits=counters.hits, misses=counters.misses, swapped_bytes=counters.bytes)
 
 
 def common_to_ranks(config: DecodeConfig) -> dict[str, object]:

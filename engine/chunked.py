@@ -109,6 +109,12 @@ class ChunkedPrefill(Generic[JobT]):
         waiting = sum(job.num_tokens - job.cached for job in list(self._waiting))
         return waiting + sum(job.remaining for job in list(self._running))
 
+    @property
+    def kv_usage(self) -> float:
+        """The part of the pages that jobs hold, from 0 to 1."""
+        pool = self.pool
+        return max(0, pool.num_pages - pool.free_pages - self.pages.cached_pages) / pool.num_pages
+
     def fits(self, num_tokens: int) -> bool:
         """Whether that many tokens can ever be computed here."""
         return self.pool.pages_for(num_tokens) <= self.pool.num_pages

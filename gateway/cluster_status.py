@@ -1,6 +1,6 @@
 """What `/v1/cluster` says: the nodes, their last ten minutes, and the requests that wait longest for a token.
 
-The gateway knows it from heartbeats and from its own requests. The history of a node takes 32 KiB.
+The gateway knows it from heartbeats and from its own requests. The history of a node takes 100 KiB.
 """
 
 import asyncio
@@ -31,14 +31,19 @@ class NodeHistory(TypedDict):
     tokens_per_s: list[float | None]
     queued_tokens: list[int | None]
     kv_usage: list[float | None]
+    hot_usage: list[float | None]
+    swapped_bytes_per_s: list[float | None]
+    transferred_bytes_per_s: list[float | None]
 
 
 class NodeStatus(TypedDict):
     """A registered node.
 
-    running_requests, queued_tokens, kv_usage: for all gateways, as its last heartbeat says. The others: for this one.
-    requests: at it, of which `waiting` have no token. tokens_per_s: generated, in the last sample. prompt_tokens,
-    prefix_hit_tokens: of answers that began in ten minutes. cached_tokens: what its prefix cache has; None: not known.
+    running_requests, queued_tokens, kv_usage, hot_usage: for all gateways, as its last heartbeat says. hits, misses:
+    selections of all gateways' requests, in ten minutes. swapped_bytes_per_s, transferred_bytes_per_s: likewise, in the
+    last sample. The others: for this one. requests: at it, of which `waiting` have no token. tokens_per_s: generated,
+    in the last sample. prompt_tokens, prefix_hit_tokens: of answers that began in ten minutes. cached_tokens: what its
+    prefix cache has; None: not known.
     """
 
     address: str
@@ -48,6 +53,11 @@ class NodeStatus(TypedDict):
     running_requests: int
     queued_tokens: int
     kv_usage: float
+    hot_usage: float
+    hits: int
+    misses: int
+    swapped_bytes_per_s: float
+    transferred_bytes_per_s: float
     requests: int
     waiting: int
     tokens_per_s: float
@@ -89,9 +99,13 @@ class _Sample(NamedTuple):
     running_requests: int | None
     queued_tokens: int | None
     kv_usage: float | None
-    tokens_per_s: float
-    prompt_tokens: int
-    prefix_hit_tokens: int
+    hot_usage: float | None
+    since: Counter[str]
+    """By name: what `Node.served` and `NodeTotals` count."""
+    seconds: float
+
+    def rate(self, name: str) -> float:
+        return round(self.since[name] / self.seconds, 1)
 
 
 @dataclass
@@ -104,10 +118,12 @@ class _SampledNode:
 
     def add(self, node: Node, served: Counter[str], now: float) -> None:
         since = served - self.served
-        said = node.running_requests, node.load, round(node.kv_usage, 4)
-        running, queued, usage = (None, None, None) if node.state(now) == "lost" else said
-        rate = round(since["generated"] / (now - self.at), 1)
-        self.samples.append(_Sample(running, queued, usage, rate, since["prompt"], since["cached"]))
+        running, queued, usage, hot = (
+            (None, None, None, None)
+            if node.state(now) == "lost"
+            else (node.running_requests, node.load, round(node.kv_usage, 4), round(node.hot_usage, 4))
+        )
+        self.samples.append(_Sample(running, queued, usage, hot, since, now - self.at))
         self.served, self.at = served, now
 
 
@@ -134,7 +150,7 @@ class ClusterStatus:
         sampled, self._sampled = self._sampled, {}
         for node in self._registry.nodes:
             boot = node.peer.boot_id
-            served = node.served + at_nodes[boot]
+            served = node.served + at_nodes[boot] + node.totals
             known = self._sampled[boot] = sampled.get(boot) or _SampledNode(served, now)
             if now > known.at:
                 known.add(node, served, now)
@@ -163,6 +179,13 @@ class ClusterStatus:
     def _node(self, node: Node, here: Counter[tuple[str, GenerationPhase]], now: float) -> NodeStatus:
         boot = node.peer.boot_id
         samples: Sequence[_Sample] = () if (sampled := self._sampled.get(boot)) is None else sampled.samples
+
+        def total(name: str) -> int:
+            return sum(sample.since[name] for sample in samples)
+
+        def rates(name: str) -> list[float | None]:
+            return [None if sample.kv_usage is None else sample.rate(name) for sample in samples]
+
         return {
             "address": node.peer.address,
             "role": node.offer.role,
@@ -171,17 +194,25 @@ class ClusterStatus:
             "running_requests": node.running_requests,
             "queued_tokens": node.load,
             "kv_usage": round(node.kv_usage, 4),
+            "hot_usage": round(node.hot_usage, 4),
+            "hits": total("hits"),
+            "misses": total("misses"),
+            "swapped_bytes_per_s": samples[-1].rate("swapped_bytes") if samples else 0.0,
+            "transferred_bytes_per_s": samples[-1].rate("transferred_bytes") if samples else 0.0,
             "requests": sum(here[boot, phase] for phase in _AT_NODE),
             "waiting": here[boot, GenerationPhase.WAITING],
-            "tokens_per_s": samples[-1].tokens_per_s if samples else 0.0,
-            "prompt_tokens": sum(sample.prompt_tokens for sample in samples),
-            "prefix_hit_tokens": sum(sample.prefix_hit_tokens for sample in samples),
+            "tokens_per_s": samples[-1].rate("generated") if samples else 0.0,
+            "prompt_tokens": total("prompt"),
+            "prefix_hit_tokens": total("cached"),
             "cached_tokens": self._registry.cached_tokens(node.peer),
             "history": {
                 "running_requests": [sample.running_requests for sample in samples],
-                "tokens_per_s": [None if sample.kv_usage is None else sample.tokens_per_s for sample in samples],
+                "tokens_per_s": rates("generated"),
                 "queued_tokens": [sample.queued_tokens for sample in samples],
                 "kv_usage": [sample.kv_usage for sample in samples],
+                "hot_usage": [sample.hot_usage for sample in samples],
+                "swapped_bytes_per_s": rates("swapped_bytes"),
+                "transferred_bytes_per_s": rates("transferred_bytes"),
             },
         }
 

@@ -46,6 +46,9 @@ class Node:
     reported_tokens: int = 0
     running_requests: int = 0
     kv_usage: float = 0.0
+    hot_usage: float = 0.0
+    totals: Counter[str] = field(default_factory=Counter)
+    """What its last heartbeat says of all that it has done (`NodeTotals`)."""
     served: Counter[str] = field(default_factory=Counter)
     """Tokens of requests of this gateway that it has no more: `generated`, and of prompts `prompt` and `cached`."""
     assigned_tokens: int = 0
@@ -118,7 +121,8 @@ class NodeRegistry:
         node.last_heartbeat = now
         node.ready = beat.ready
         node.reported_tokens, node.assigned_tokens = beat.queued_tokens, 0
-        node.running_requests, node.kv_usage = beat.running_requests, beat.kv_usage
+        node.running_requests, node.kv_usage, node.hot_usage = beat.running_requests, beat.kv_usage, beat.hot_usage
+        node.totals = Counter(beat.totals.model_dump())
         return HeartbeatAck(
             via=beat.via,
             known=True,

@@ -151,6 +151,12 @@ class DeviceKVPool:
     def used_slots(self) -> int:
         return self._granules.allocator.used * self.hot_granule
 
+    @property
+    def usage(self) -> float:
+        """The part of all hot slots that rows own, from 0 to 1."""
+        allocator = self._granules.allocator
+        return allocator.used / max(1, allocator.used + allocator.free)
+
     def has_row(self, num_tokens: int) -> bool:
         """Whether there are a row and index pages for a request of `num_tokens` tokens."""
         return bool(self._free_rows) and self.has_pages(self._free_rows[-1], num_tokens)

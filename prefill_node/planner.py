@@ -48,6 +48,8 @@ class PrefillPlanner:
         self.held: dict[AttemptId, HeldAttempt] = {}
         self.has_failed = False
         """Whether its device, or another rank, does not work any more: then it starts nothing."""
+        self.sent_bytes = 0
+        """Written to decode nodes so far."""
         self._prefill = prefill
         self._executor = executor
         self._offer = offer
@@ -235,6 +237,7 @@ class PrefillPlanner:
             for start, stop, step in self._fetches.on_read(attempt, report):
                 self._dispatch.send(attempt, start, stop, step)
         elif report.error is None:
+            self.sent_bytes += report.num_bytes
             self._metrics.transfer_bytes.inc(report.num_bytes)
             self._metrics.transfer_descriptors.inc(report.num_descriptors)
             self._metrics.transfer_seconds.observe(report.seconds())

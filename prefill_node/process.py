@@ -8,7 +8,7 @@ import torch
 
 from base.block_hashes import BLOCK_TOKENS
 from control.membership import Membership
-from control.messages import Heartbeat, Peer, Register
+from control.messages import Heartbeat, NodeTotals, Peer, Register
 from engine.chunked import ChunkedPrefill
 from kvcache.page_cache import PageCache, can_cache
 from kvcache.paged_pool import PagedKVPool, PagedSequence
@@ -94,6 +94,8 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
                 ready=not planner.has_failed,
                 queued_tokens=planner.queued_tokens,
                 running_requests=len(planner.held),
+                kv_usage=prefill.kv_usage,
+                totals=NodeTotals(transferred_bytes=planner.sent_bytes),
             ),
         )
         shell.start(membership, planner.refresh_metrics, cached=cache.blocks)

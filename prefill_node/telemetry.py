@@ -21,7 +21,7 @@ def set_gauges(metrics: Metrics, prefill: ChunkedPrefill[HeldAttempt], held: Seq
     used = max(0, pool.num_pages - free - cached)
     for state, pages in (("free", free), ("cached", cached), ("used", used)):
         metrics.prefill_pages.labels(state).set(pages)
-    metrics.kv_usage.set(used / pool.num_pages)
+    metrics.kv_usage.set(prefill.kv_usage)
     metrics.prompt_tokens_waiting.set(prefill.queued_tokens)
     labels = [attempt.state.label for attempt in held]
     for label in _LABELS:

@@ -6,7 +6,7 @@ import numpy as np
 from pydantic import AfterValidator, Field
 
 from base.block_hashes import BlockHashes
-from base.wire import Identifier, UInt
+from base.wire import Identifier, UInt, WireModel
 from control.messages.common import (
     GATEWAY,
     MAX_LISTED,
@@ -51,6 +51,22 @@ class Refused(Message, sent_by=GATEWAY):
     reason: str
 
 
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class NodeTotals(WireModel):
+    """What a node has done since its start.
+
+    hits, misses: selected positions that were in hot slots, and that were not. swapped_bytes: fetched for misses.
+    transferred_bytes: written to decode nodes.
+    """
+
+    hits: UInt = 0
+    misses: UInt = 0
+    swapped_bytes: UInt = 0
+    transferred_bytes: UInt = 0
+
+
 class Heartbeat(Message, sent_by=NODES):
     """Node to gateway, every second. HeartbeatAck answers it, or Refused from another wire version. via: stable."""
 
@@ -58,7 +74,9 @@ class Heartbeat(Message, sent_by=NODES):
     ready: bool
     queued_tokens: UInt
     running_requests: UInt = 0
-    kv_usage: Annotated[float, Field(ge=0, le=1)] = 0.0
+    kv_usage: Share = 0.0
+    hot_usage: Share = 0.0
+    totals: NodeTotals = NodeTotals()
 
 
 class HeartbeatAck(Message, sent_by=GATEWAY):

@@ -15,6 +15,11 @@ const percent = (part) => `${plain.format(100 * part)} %`;
 const plural = (value, noun) => (value === 1 ? noun : `${noun}s`);
 const counted = (value, noun) => `${number(value)} ${plural(value, noun)}`;
 
+function perSecond(bytes) {
+  const power = Math.min(4, Math.floor(Math.log10(Math.max(bytes, 1)) / 3));
+  return `${plain.format(bytes / 1000 ** power)} ${["B", "KB", "MB", "GB", "TB"][power]}/s`;
+}
+
 function duration(seconds) {
   if (seconds < 60) return `${seconds.toFixed(1)} s`;
   if (seconds < 7200) return `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s`;
@@ -122,11 +127,13 @@ const CACHED = {
 };
 const HITS = {
   head: "Prefix hits",
-  show(cell, { prompt_tokens: prompt, prefix_hit_tokens: hits }) {
-    if (prompt) show(cell, percent(hits / prompt), "", `of ${number(prompt)} prompt tokens`);
-    else show(cell, "no prompts", "", "in ten minutes");
+  show(cell, { prompt_tokens: prompt, prefix_hit_tokens: hits, cached_tokens: cached }) {
+    const note = cached === null ? "" : `; ${number(cached)} tokens cached`;
+    if (prompt) show(cell, percent(hits / prompt), "", `of ${number(prompt)} prompt tokens${note}`);
+    else show(cell, "no prompts", "", `in ten minutes${note}`);
   },
 };
+const hitRate = ({ hits, misses }) => (hits + misses ? `${percent(hits / (hits + misses))} hits` : "no selections");
 const ofThisGateway = (node) => `${node.requests} from here, ${node.waiting} waiting`;
 const DECODE = [
   NODE,
@@ -135,8 +142,9 @@ const DECODE = [
   plotted("Generated", "tokens_per_s", "tokens/s"),
   plotted("Queue", "queued_tokens", "tokens", { note: () => "held or to come" }),
   plotted("Host slots in use", "kv_usage", "", { most: 1, shown: percent }),
+  plotted("Hot slots in use", "hot_usage", "", { most: 1, shown: percent, note: hitRate }),
+  plotted("Swapped in", "swapped_bytes_per_s", "", { shown: perSecond }),
   HITS,
-  CACHED,
 ];
 const PREFILL = [
   NODE,
@@ -144,6 +152,7 @@ const PREFILL = [
   plotted("Requests", "running_requests", "held"),
   plotted("Queue", "queued_tokens", "tokens", { note: () => "to compute" }),
   plotted("Pages in use", "kv_usage", "", { most: 1, shown: percent }),
+  plotted("Sent", "transferred_bytes_per_s", "", { shown: perSecond }),
   CACHED,
 ];
 const PHASES = {

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from control import membership
-from control.messages import CacheUpdate, Cancel, Generate, Heartbeat, Message, Output, Peer, Token
+from control.messages import CacheUpdate, Cancel, Generate, Heartbeat, Message, NodeTotals, Output, Peer, Token
 from gateway import cluster_status
 from gateway.config import GatewayConfig
 from tests.gateway.nodes import FakeDecodeNode, FakeNode, wait_until
@@ -48,7 +48,7 @@ class SteadyNode(FakeDecodeNode):
 
     def __init__(self, address: str, room: int) -> None:
         self.streams: dict[str, _Stream] = {}
-        self.room, self.ticks = room, 0
+        self.room, self.ticks, self.steps = room, 0, 0
         super().__init__(address)
         self.membership.heartbeat = self._load
         self.control.periodically(0.02, self._tick)
@@ -68,6 +68,7 @@ class SteadyNode(FakeDecodeNode):
 
     def _tick(self) -> None:
         self.ticks += 1
+        self.steps += len(self.streams)
         for number, (request_id, stream) in enumerate(list(self.streams.items())):
             prompt = len(stream.asked.prompt_ids)
             if prompt == NEVER_PREFILLED or (self.ticks + number) % (2 + self.ticks // 80 % 3):
@@ -83,7 +84,15 @@ class SteadyNode(FakeDecodeNode):
     def _load(self, via: str) -> Heartbeat:
         held = sum(len(stream.asked.prompt_ids) + stream.sent for stream in self.streams.values())
         usage, running = min(1.0, held / self.room), len(self.streams)
-        return Heartbeat(via=via, ready=True, queued_tokens=held, running_requests=running, kv_usage=usage)
+        return Heartbeat(
+            via=via,
+            ready=True,
+            queued_tokens=held,
+            running_requests=running,
+            kv_usage=usage,
+            hot_usage=(1 + usage) / 2,
+            totals=NodeTotals(hits=1950 * self.steps, misses=98 * self.steps, swapped_bytes=98 * 656 * 61 * self.steps),
+        )
 
 
 def prompts_of(phase: float) -> Callable[[str], Heartbeat]:
@@ -92,7 +101,10 @@ def prompts_of(phase: float) -> Callable[[str], Heartbeat]:
     def load(via: str) -> Heartbeat:
         share = 0.4 + 0.3 * math.sin(phase + time.monotonic())
         tokens, prompts = int(30_000 * share), int(8 * share)
-        return Heartbeat(via=via, ready=True, queued_tokens=tokens, running_requests=prompts, kv_usage=share)
+        totals = NodeTotals(transferred_bytes=int(2e9 * (time.monotonic() + math.sin(phase + time.monotonic()))))
+        return Heartbeat(
+            via=via, ready=True, queued_tokens=tokens, running_requests=prompts, kv_usage=share, totals=totals
+        )
 
     return load
 
@@ -224,8 +236,21 @@ def test_everything_is_shown_at_every_size(
     for node in service.nodes:
         row = page.locator("#decode tbody tr", has_text=node.me.address)
         text = row.inner_text()
-        assert all(unit in text for unit in ("ready", "running", "tokens/s", "tokens", "%", "prompt tokens")), text
-        for plot in ("Requests", "Generated", "Queue", "Host slots in use"):
+        assert all(
+            unit in text
+            for unit in (
+                "ready",
+                "running",
+                "tokens/s",
+                "tokens",
+                "%",
+                "B/s",
+                " hits",
+                "tokens cached",
+                "prompt tokens",
+            )
+        ), text
+        for plot in ("Requests", "Generated", "Queue", "Host slots in use", "Hot slots in use", "Swapped in"):
             drawn = row.get_by_role("img", name=f"{plot}, last ten minutes: from ").locator("path.line")
             assert drawn.get_attribute("d").startswith("M"), plot
     assert page.locator("#prefill tbody tr").count() == 2

@@ -1,5 +1,6 @@
 """/v1/cluster and the files of /status: what they say, and to whom."""
 
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ import httpx
 import pytest
 
 from base.errors import StartupError
-from control.messages import Heartbeat
+from control.messages import Heartbeat, NodeTotals
 from gateway import cluster_status
 from gateway.cluster_status import SAMPLES, ClusterStatus
 from gateway.config import GatewayConfig
@@ -42,7 +43,7 @@ def decode_nodes(world: World) -> list[dict[str, Any]]:
 @ON
 def test_a_node_is_reported_with_its_load(fresh: World) -> None:
     fresh.decode.membership.heartbeat = lambda via: Heartbeat(  # type: ignore[method-assign]
-        via=via, ready=True, queued_tokens=700, running_requests=3, kv_usage=0.25
+        via=via, ready=True, queued_tokens=700, running_requests=3, kv_usage=0.25, hot_usage=0.5
     )
     wait_until(lambda: decode_nodes(fresh)[0]["history"]["kv_usage"][-1:] == [0.25])
     report = reported(fresh)
@@ -50,16 +51,33 @@ def test_a_node_is_reported_with_its_load(fresh: World) -> None:
     assert {node["role"] for node in report["nodes"]} == {"prefill", "decode"}
     [node] = decode_nodes(fresh)
     assert node["address"] == fresh.decode.me.address
-    said = {name: node[name] for name in ("state", "running_requests", "queued_tokens", "kv_usage", "cached_tokens")}
+    said = {name: node[name] for name in ("state", "running_requests", "queued_tokens", "kv_usage", "hot_usage")}
     assert said == {
         "state": "ready",
         "running_requests": 3,
         "queued_tokens": 700,
         "kv_usage": 0.25,
-        "cached_tokens": 0,
+        "hot_usage": 0.5,
     }
+    assert node["cached_tokens"] == 0
     assert node["history"]["running_requests"][-1] == 3
     assert node["history"]["queued_tokens"][-1] == 700
+
+
+@ON
+def test_what_nodes_count_since_their_start_is_reported_by_time(fresh: World) -> None:
+    counted = itertools.count(1)
+    fresh.decode.membership.heartbeat = lambda via: Heartbeat(  # type: ignore[method-assign]
+        via=via,
+        ready=True,
+        queued_tokens=0,
+        totals=NodeTotals(hits=(now := next(counted)) * 90, misses=now * 10, swapped_bytes=now * 1000),
+    )
+    wait_until(lambda: decode_nodes(fresh)[0]["misses"] >= 20)
+    [node] = decode_nodes(fresh)
+    assert node["hits"] == 9 * node["misses"]
+    assert max(rate for rate in node["history"]["swapped_bytes_per_s"] if rate is not None) > 0
+    assert node["history"]["transferred_bytes_per_s"][-1] == 0
 
 
 @ON
