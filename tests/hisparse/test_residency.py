@@ -139,6 +139,8 @@ def walks(draw: st.DrawFn) -> tuple[int, int, list[tuple[list[list[int]], int, i
     newest = draw(st.integers(0, 16))
     steps = []
     for _ in range(draw(st.integers(1, 12))):
+        if newest + window > CONTEXT:
+            break
         first = draw(st.integers(newest, newest + window - 1))
         width = draw(st.integers(1, min(4, newest + window - first)))
         queries = [draw(st.lists(st.integers(-1, first + j), min_size=k, max_size=k)) for j in range(width)]
