@@ -26,6 +26,7 @@ from gateway.registry import SILENT_AFTER_S, NodeRegistry
 log = structlog.get_logger(__name__)
 
 SWEEP_S = 0.25
+_TICK_S = 0.001
 CANCEL_FOR_S = 30.0
 _GATHER_S = 0.1
 """How long a choice that a node has failed waits for others that are to go elsewhere, too."""
@@ -122,21 +123,24 @@ class DecodeClient:
 
     async def sweep(self) -> None:
         """Watch deadlines, silent nodes, unanswered Cancels. Raises ControlPlaneFailed if the control thread ends."""
-        swept = time.monotonic()
+        swept, pause = time.monotonic(), SWEEP_S
         while True:
-            await asyncio.sleep(SWEEP_S)
+            await asyncio.sleep(pause)
             self._control.check()
             now = time.monotonic()
             # If this gateway was stopped itself, that it heard nobody says nothing about the nodes.
             stopped = now - swept > 1.0 + SWEEP_S
-            swept = now
+            swept, pause = now, SWEEP_S
             for attempt in self._attempts.values():
-                heard = self._control.last_heard(attempt.node.boot_id)
+                silent = now - max(attempt.started, self._control.last_heard(attempt.node.boot_id) or 0.0)
+                if silent <= SILENT_AFTER_S:
+                    # A stream waits for it: the next look is not later than the node may be found silent.
+                    pause = min(pause, SILENT_AFTER_S - silent + _TICK_S)
                 if attempt.generation.is_overdue(now):
                     attempt.fail(timed_out())
                 elif self._registry.replaced(attempt.node):
                     attempt.died("the decode node was restarted")
-                elif not stopped and now - max(attempt.started, heard or 0.0) > SILENT_AFTER_S:
+                elif not stopped and silent > SILENT_AFTER_S:
                     attempt.died(f"the decode node fell silent for {SILENT_AFTER_S:g} s")
                 elif attempt.gap is not None and now - attempt.gap.since > RESEND_FOR_S:
                     lost = f"tokens {attempt.gap.start} to {attempt.gap.stop - 1} were lost on the way"
