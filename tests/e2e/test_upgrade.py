@@ -1,6 +1,9 @@
 """A fleet goes to the next wire version, as docs/operations/upgrade.md says, while clients ask all the time."""
 
 import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,22 @@ from tests.e2e.cluster import HOT_BUFFER, Cluster, Node, wait_until
 from tests.e2e.conftest import References, StartCluster
 from tests.e2e.next_version import MODULE
 
+LONG = 1200
 JOBS = [Job(prompt, tokens) for prompt in random_prompts((30, 200), seed=5) for tokens in (16, 64)]
+
+
+@contextmanager
+def stream_at(node: Node, url: str) -> Iterator[tuple[list[int], Iterator[int]]]:
+    """A long stream at this node, which is one of two: its prompt, and its tokens as they come."""
+    with ExitStack() as begun:
+        for prompt in random_prompts((30,) * 4, seed=6):
+            lines = begun.enter_context(streamed(url, prompt, LONG))
+            token_ids = (token_id for line in lines for token_id in ids_in(line))
+            first = next(token_ids)
+            if node.metric("kv_tokens_outstanding") > LONG:
+                yield prompt, chain([first], token_ids)
+                return
+    raise AssertionError("four streams are at the other node")
 
 
 def ends(node: Node) -> None:
@@ -45,9 +63,11 @@ def test_a_fleet_changes_its_wire_version_and_no_request_fails(
         assert gateway.get("/ready").json()["reason"] == "no live decode node is registered"
 
         # A node is replaced by one of the next version. What it streams at its drain timeout migrates.
-        wait_until(lambda: decodes[0].metric("requests", state="running") > 0, what="streams to migrate")
-        decodes[0].signal(signal.SIGTERM)
-        ends(decodes[0])
+        with stream_at(decodes[0], old.url) as (prompt, token_ids):
+            decodes[0].signal(signal.SIGTERM)
+            ends(decodes[0])
+            ids = list(token_ids)
+        assert (len(ids), ids) == (LONG, reference.likeliest(prompt, ids))
         new.prefill(**gateways)
         new.decode(control_port=decodes[0].control_port, hisparse_config=HOT_BUFFER, **gateways)
         new.wait_ready(prefill=1, decode=1)
@@ -58,7 +78,7 @@ def test_a_fleet_changes_its_wire_version_and_no_request_fails(
         urls.append(new.url)
         clients.wait_for_each()
         clients.wait_for_each()
-        with streamed(old.url, JOBS[0].prompt_ids, 1200) as lines:
+        with streamed(old.url, JOBS[0].prompt_ids, LONG) as lines:
             ids = ids_in(next(lines))
             urls.remove(old.url)
             clients.wait_for_each()
@@ -66,7 +86,7 @@ def test_a_fleet_changes_its_wire_version_and_no_request_fails(
             for node in (old.nodes["gateway"], decodes[1], prefill):
                 node.signal(signal.SIGTERM)
             ids += [token_id for line in lines for token_id in ids_in(line)]
-        assert (len(ids), ids) == (1200, reference.likeliest(JOBS[0].prompt_ids, ids))
+        assert (len(ids), ids) == (LONG, reference.likeliest(JOBS[0].prompt_ids, ids))
         for node in (old.nodes["gateway"], decodes[1], prefill):
             ends(node)
         clients.wait_for_each()
