@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,15 +55,22 @@ def digests(layers: Sequence[torch.Tensor], rows: Sequence[int]) -> list[str]:
     ]
 
 
-def blocks(layers: Sequence[torch.Tensor], rows: Sequence[int], tokens: Sequence[int], start: int) -> dict[str, str]:
+Pool = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+"""KV items and index keys, layer by layer, the draft layer's last."""
+
+
+def blocks(pool: Pool, rows: Sequence[int], tokens: Sequence[int], start: int) -> dict[str, str]:
     """Of each whole block of positions from `start` on: what tokens end with it, and the digest of its rows.
 
-    rows, tokens: of all positions.
+    rows, tokens: of all positions. The draft layer's last row of a block depends on the next token: it is left out.
     """
+    main = [layer for layers in pool for layer in layers[:-1]]
+    draft = [layers[-1] for layers in pool]
     found = {}
     for end in range(-(-start // BLOCK_TOKENS) * BLOCK_TOKENS + BLOCK_TOKENS, len(rows) + 1, BLOCK_TOKENS):
         spelled = hashlib.blake2b(repr(list(tokens[:end])).encode(), digest_size=8).hexdigest()
-        found[spelled] = "".join(digests(layers, rows[end - BLOCK_TOKENS : end]))
+        block = rows[end - BLOCK_TOKENS : end]
+        found[spelled] = "".join(digests(main, block) + digests(draft, block[:-1]))
     return found
 
 
@@ -114,7 +122,7 @@ def _rows_of(pool: "PagedKVPool", job: "HeldAttempt", stop: int) -> list[int]:
 def _blocks_of(prefill: "ChunkedPrefill[HeldAttempt]", job: "HeldAttempt", stop: int) -> dict[str, str]:
     pool = prefill.pool
     tokens = job.token_ids.tolist()[:stop]
-    return blocks([*pool.kv, *pool.index_keys], _rows_of(pool, job, stop), tokens, 0)
+    return blocks((list(pool.kv), list(pool.index_keys)), _rows_of(pool, job, stop), tokens, 0)
 
 
 def watch_decode(journal: Journal) -> None:
@@ -135,9 +143,9 @@ def watch_decode(journal: Journal) -> None:
     begin, land = HiSparseCoordinator.__init__, RemotePrefill._land
     landed, release = SlotManager.landed, SlotManager.release
 
-    def buffers() -> list[torch.Tensor]:
+    def buffers() -> Pool:
         [pool] = pools
-        return [*pool.kv, *pool.index_keys]
+        return list(pool.kv), list(pool.index_keys)
 
     def note(stage: str, request: Request, slots: HostSlots) -> None:
         rows = slots.slots()[: request.kv_tokens].tolist()
@@ -155,7 +163,7 @@ def watch_decode(journal: Journal) -> None:
     def noting_land(remote: RemotePrefill, attempt: PrefillAttempt, done: PrefillDone) -> None:
         new = attempt.slots.slots()[: attempt.num_tokens - len(attempt.prefix)].tolist()
         line = {"stage": "landed", "attempt": attempt.id, "num_tokens": done.num_tokens}
-        journal.append({**line, "digests": digests(buffers(), new)})
+        journal.append({**line, "digests": digests([*chain(*buffers())], new)})
         land(remote, attempt, done)
 
     def noting_landed(manager: SlotManager, request: Request, cached_tokens: int) -> None:
