@@ -125,7 +125,7 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
                 running_requests=coordinator.num_running,
                 kv_usage=coordinator.host.usage,
                 hot_usage=coordinator.device.usage,
-                totals=_totals(coordinator.counters()),
+                totals=_totals(coordinator.counted),
             ),
         )
         loop = DecodeNode(shell, scheduler, remote, coordinator, membership, ranks)

@@ -93,6 +93,8 @@ class HiSparseCoordinator:
         self.staging = StagingArea(backend, copy_stream)
         self._running: dict[str, RunningRequest] = {}
         self.residents = ResidentRows(backend, copy_stream, self._running.values(), resident_rows)
+        self.counted = SwapInCounters(0, 0, 0, 0)
+        """What `counters` returned last: for those that must not wait for the device."""
         self._begun = 0
         self._over = 0
         """Numbers of the last step that was begun, and of the last that is over."""
@@ -266,8 +268,9 @@ class HiSparseCoordinator:
         return len(self._running)
 
     def counters(self) -> SwapInCounters:
-        """What was swapped in since the start, and what could not be. Any thread may ask."""
-        return self._backend.counters()
+        """What was swapped in since the start, and what could not be. Any thread may ask; the device answers."""
+        self.counted = self._backend.counters()
+        return self.counted
 
     def is_idle(self) -> bool:
         """Whether no request is here and every pool, apart from the prefix cache, is as full as at start.
