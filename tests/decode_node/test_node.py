@@ -148,6 +148,10 @@ class Running:
         """How each request ended."""
         return {o.request_id: (o.finish_reason, o.error) for o in self.control.outputs() if o.finish_reason}
 
+    def wait_until_idle(self) -> None:
+        """Wait until nothing is held. The loop looks, since pools belong to its thread."""
+        until(lambda: on_loop(self.shell.inbox.put, self.harness.coordinator.is_idle, timeout=10))
+
     def exported(self, name: str) -> float | None:
         """A metric as /metrics would show it."""
         self.node.refresh_metrics()
@@ -186,7 +190,7 @@ def test_torn_bytes_are_never_served_and_the_retry_on_another_node_is(running: R
     running.write(other, again)
     until(lambda: running.tokens() == [100, 101, 102, 103, 104])
     running.shell.inbox.put((FIRST, Quiesced(attempt=R)))
-    until(running.harness.coordinator.is_idle)
+    running.wait_until_idle()
     assert (SECOND, Admitted(attempt=R._replace(epoch=2))) in running.control.sent
     assert (FIRST, Admitted(attempt=R)) not in running.control.sent
 
@@ -298,7 +302,7 @@ def test_what_decoded_during_a_swap_in_violation_ends_with_an_error(running: Run
     errors = [entry for entry in logs if entry["log_level"] == "error"]
     assert errors == [{"event": "swap-in violations", "violations": 1, "ended": 1, "log_level": "error"}]
     assert [running.exported("swap_in_violations_total") for _ in range(2)] == [1, 1]
-    until(running.harness.coordinator.is_idle)
+    running.wait_until_idle()
 
 
 def test_a_violation_ends_what_has_decoded_and_given_way_since() -> None:

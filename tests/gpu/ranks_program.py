@@ -71,11 +71,14 @@ def check(group: RankGroup, whole: MixtureOfExperts, part: MixtureOfExperts, nor
                 assert error < TOLERANCE[dtype], f"{count} tokens, rank {group.rank}, seed {seed}: {error}"
 
 
-def run_ranks(size: int, checkpoint: Path, dtype: str) -> None:
-    """Run the program as the ranks of a group, each a process of its own. Raises AssertionError with what they said."""
+def run_ranks(size: int, checkpoint: Path, dtype: str, kind: str = "cuda") -> None:
+    """Run the program as the ranks of a group, each a process of its own. Raises AssertionError with what they said.
+
+    kind: of device.
+    """
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.ranks_program", str(checkpoint), dtype],
+            [sys.executable, "-m", "tests.gpu.ranks_program", str(checkpoint), dtype, kind],
             env={**os.environ, **place.variables()},
             pass_fds=place.descriptors,
             preexec_fn=die_with_parent,
@@ -95,4 +98,4 @@ def run_ranks(size: int, checkpoint: Path, dtype: str) -> None:
 if __name__ == "__main__":
     place = RankPlace.taken()
     assert place is not None
-    main(place, Path(sys.argv[1]), DTYPES[sys.argv[2]], "cuda")
+    main(place, Path(sys.argv[1]), DTYPES[sys.argv[2]], sys.argv[3])

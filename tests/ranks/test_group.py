@@ -11,12 +11,11 @@ import torch
 
 from base.phase import Phase
 from kernels.fp8 import quantise_activations
-from model.config import DTYPES
 from model.shard import NO_EXCHANGE
 from model.tiny import write_tiny_checkpoint
 from ranks.barrier import GroupFailed
 from ranks.place import RankPlace
-from tests.gpu import ranks_program
+from tests.gpu.ranks_program import run_ranks
 from tests.kernels.fp8_cases import randn, routed
 from tests.ranks.ranks_harness import forked, join
 
@@ -80,10 +79,7 @@ def _seed(number: int) -> torch.Generator:
 def test_layers_whose_experts_are_divided_compute_what_whole_ones_do(tmp_path: Path, size: int, dtype: str) -> None:
     """As tests/gpu/test_ranks.py has it on GPUs."""
     write_tiny_checkpoint(tmp_path / "tiny", "deepseek_v32", seed=3)
-    with forked(
-        size, tmp_path, lambda place: ranks_program.main(place, tmp_path / "tiny", DTYPES[dtype], "cpu")
-    ) as ranks:
-        assert [ranks.wait(rank) for rank in range(size)] == [0] * size, ranks.said(0)
+    run_ranks(size, tmp_path / "tiny", dtype, "cpu")
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
