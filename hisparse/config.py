@@ -10,7 +10,7 @@ from typing_extensions import TypedDict  # pydantic takes the one of typing from
 from base.errors import StartupError
 
 DEFAULT_HOST_TO_DEVICE_RATIO = 8.0
-_MAX_DEVICE_BUFFER_SIZE = 2**15 - 1
+MAX_DEVICE_BUFFER_SIZE = 2**15 - 1
 """The position table holds hot indices as int16: it is the biggest table, and int32 would double it."""
 
 
@@ -21,7 +21,8 @@ class HiSparseConfig:
     device_buffer_size: hot slots of a request, without the extra ones for the tokens of a step. top_k: positions that a
     layer selects. host_to_device_ratio: host slots / hot slots. host_pool_gib: size of the host pool in GiB.
     swap_in_block_size: threads per block of the CUDA swap-in kernel; None: the backend chooses. resident_rows: whether
-    requests have all of their KV in hot slots while there are enough.
+    requests have all of their KV in hot slots while there are enough. larger_buffers: whether `device_buffer_size` is
+    the least, and device memory that is left makes buffers larger.
     """
 
     device_buffer_size: int
@@ -30,12 +31,13 @@ class HiSparseConfig:
     host_pool_gib: float | None = None
     swap_in_block_size: int | None = None
     resident_rows: bool = True
+    larger_buffers: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.top_k <= self.device_buffer_size <= _MAX_DEVICE_BUFFER_SIZE:
+        if not 1 <= self.top_k <= self.device_buffer_size <= MAX_DEVICE_BUFFER_SIZE:
             raise StartupError(
                 f"hisparse-config: device_buffer_size must be at least top_k ({self.top_k}), so that the buffer holds "
-                f"all that one step selects, and at most {_MAX_DEVICE_BUFFER_SIZE}, found {self.device_buffer_size}"
+                f"all that one step selects, and at most {MAX_DEVICE_BUFFER_SIZE}, found {self.device_buffer_size}"
             )
         if (self.host_to_device_ratio is None) == (self.host_pool_gib is None):
             raise StartupError("hisparse-config: give host_to_device_ratio or host_pool_gib, not both")
@@ -74,8 +76,9 @@ _MESSAGES = {
 def parse_config(text: str | None, model_top_k: int) -> HiSparseConfig:
     """Read the JSON object of `--hisparse-config` (None: all defaults).
 
-    Defaults: the model's top_k, a buffer of twice that, ratio 8. Raises StartupError for text that is not JSON, for
-    keys and values that are unknown, of the wrong type or out of range, and for a top_k other than the model's.
+    Defaults: the model's top_k, a buffer of at least twice that, ratio 8. Raises StartupError for text that is not
+    JSON, for keys and values that are unknown, of the wrong type or out of range, and for a top_k that is not the
+    model's.
     """
     try:
         given = _Options() if text is None else TypeAdapter(_Options).validate_json(text)
@@ -96,6 +99,7 @@ def parse_config(text: str | None, model_top_k: int) -> HiSparseConfig:
             "(its index_topk): leave top_k out"
         )
     options: dict[str, Any] = {"top_k": model_top_k, "device_buffer_size": 2 * model_top_k, **given}
+    options["larger_buffers"] = "device_buffer_size" not in given
     if "host_pool_gib" in given:
         options.setdefault("host_to_device_ratio", None)
     return HiSparseConfig(**options)

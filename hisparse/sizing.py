@@ -6,21 +6,24 @@ from dataclasses import dataclass, replace
 from base.block_hashes import BLOCK_TOKENS
 from base.errors import StartupError
 from base.memory import human
-from hisparse.config import HiSparseConfig
+from hisparse.config import MAX_DEVICE_BUFFER_SIZE, HiSparseConfig
 from kernels.swap_in import hot_granule
 from kvcache.block_cache import BLOCK_BYTES
 from kvcache.layout import KVLayout
 
 GIB = 2**30
+_MOST_OF_TOP_K = 8
+"""Buffers are made larger up to so many times the top-k: with four queries a request, what a block's shared memory has
+room for at a top-k of 2048."""
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of the pools of one decode node: the constructor arguments of HostKVPool and DeviceKVPool.
 
-    asked_device_slots: what was wanted at least, a hot buffer for all requests at once or `max_device_slots`. There are
-    more where memory is left, for resident rows. table_bytes: device memory of page, slot and residency tables. window:
-    positions that a step of a request may write.
+    config: with the buffers that requests have. asked_device_slots: what was wanted at least, a hot buffer for all
+    requests at once or `max_device_slots`. There are more where memory is left, for resident rows. window: positions
+    that a step of a request may write.
     """
 
     config: HiSparseConfig
@@ -32,7 +35,6 @@ class Sizes:
     num_device_slots: int
     asked_device_slots: int
     num_index_pages: int
-    table_bytes: int
     has_prefix_cache: bool = False
     window: int = 1
 
@@ -55,8 +57,32 @@ class Sizes:
         return self.num_index_pages * self.layout.num_index_layers * page_bytes
 
     @property
+    def table_bytes(self) -> int:
+        """Device memory of page, slot and residency tables: those of DeviceKVPool (int64), and Residency's."""
+        size = self.config.device_buffer_size
+        granules = -(-max(size + self.window, self.max_context) // self.granule)
+        pages = -(-self.max_context // self.index_page_size)
+        residency = 2 * self.max_context + (4 + 1) * size + 4
+        of_row = 8 * (1 + granules + pages + self.max_context) + self.layout.num_index_layers * residency
+        return self.max_requests * of_row
+
+    @property
     def device_bytes(self) -> int:
         return self.hot_bytes + self.index_bytes + self.table_bytes
+
+    @property
+    def granule(self) -> int:
+        return hot_granule(self.config.device_buffer_size)
+
+    @property
+    def slots_per_request(self) -> int:
+        """Hot slots of a full buffer and a window, or of `max_context` tokens if such a request is always short."""
+        size = self.config.device_buffer_size
+        is_short = self.max_context - 1 + self.window <= size
+        return self.whole_granules(self.max_context if is_short else size + self.window)
+
+    def whole_granules(self, slots: int) -> int:
+        return -(-slots // self.granule) * self.granule
 
 
 def step_window(max_drafts: int) -> int:
@@ -79,7 +105,8 @@ def plan_sizes(
     fill_memory: bool = False,
 ) -> Sizes:
     """Size the tiers. has_prefix_cache: whether the host pool keeps one. window: of Sizes. fill_memory: whether hot
-    slots take the device memory that is left, at most `max_device_slots` or those of whole requests.
+    slots take the device memory that is left, at most `max_device_slots` or those of whole requests: first for larger
+    buffers, if the configuration allows them, then for resident rows.
 
     Wanted are a full hot buffer for every running request, at most `max_device_slots`, and index pages for every token
     of the host pool, at most those of all running requests. If device memory is short, there are fewer hot slots, and
@@ -91,18 +118,7 @@ def plan_sizes(
             f"max-running-requests ({max_running_requests}), context-length ({context_length}) and page-size "
             f"({index_page_size}) must be at least 1"
         )
-    granule = hot_granule(config.device_buffer_size)
-    per_request = _slots_per_request(config, context_length, window)
-    asked = max_running_requests * per_request
-    if max_device_slots is not None:
-        if max_device_slots < per_request:
-            raise StartupError(
-                f"max-device-slots {max_device_slots} is fewer than one hot buffer of {config.device_buffer_size} + "
-                f"{window} slots (in granules of {granule}: {per_request})"
-            )
-        asked = min(asked, max_device_slots // granule * granule)
     pages_per_row = -(-context_length // index_page_size)
-    table_bytes = max_running_requests * _row_table_bytes(config, layout, context_length, pages_per_row, window)
 
     def sized(device_slots: int) -> Sizes:
         if config.host_pool_gib is not None:
@@ -119,17 +135,26 @@ def plan_sizes(
             index_page_size=index_page_size,
             num_host_slots=host_slots,
             num_device_slots=device_slots,
-            asked_device_slots=asked,
+            asked_device_slots=device_slots,
             num_index_pages=min(pages, max_running_requests * pages_per_row),
-            table_bytes=table_bytes,
             has_prefix_cache=has_prefix_cache,
             window=window,
         )
 
+    none = sized(0)
+    granule, per_request = none.granule, none.slots_per_request
+    asked = max_running_requests * per_request
+    if max_device_slots is not None:
+        if max_device_slots < per_request:
+            raise StartupError(
+                f"max-device-slots {max_device_slots} is fewer than one hot buffer of {config.device_buffer_size} + "
+                f"{window} slots (in granules of {granule}: {per_request})"
+            )
+        asked = min(asked, max_device_slots // granule * granule)
     # More slots take more bytes, so this is the largest number that fits.
     counts = range(granule, asked + 1, granule)
     fitting = bisect_right(counts, available_device_bytes, key=lambda slots: sized(slots).device_bytes)
-    sizes = sized(fitting * granule)
+    sizes = replace(sized(fitting * granule), asked_device_slots=asked)
     if sizes.num_device_slots < per_request:
         raise StartupError(
             f"one request needs {human(sized(per_request).device_bytes)} of device memory for hot buffer, "
@@ -148,22 +173,47 @@ def plan_sizes(
             f"the host pool holds {sizes.num_host_slots} tokens, fewer than one request of context-length "
             f"{context_length}: raise host_to_device_ratio or host_pool_gib, or lower context-length"
         )
-    if config.resident_rows and sizes.num_device_slots == asked:
-        most = _most_slots(sizes) if fill_memory else asked
-        slot_bytes = layout.num_layers * layout.item_bytes
-        fitting = asked + (available_device_bytes - sizes.device_bytes) // slot_bytes
-        slots = min(fitting, most if max_device_slots is None else min(_most_slots(sizes), max_device_slots))
-        sizes = replace(sizes, num_device_slots=max(asked, slots // granule * granule))
+    if sizes.num_device_slots < asked:
+        return sizes
+    if fill_memory and config.larger_buffers:
+        sizes = _with_larger_buffers(sizes, available_device_bytes, max_device_slots)
+    if config.resident_rows:
+        sizes = _with_resident_rows(sizes, available_device_bytes, max_device_slots, fill_memory)
     return sizes
 
 
-def _most_slots(sizes: Sizes) -> int:
-    """Hot slots with which all requests are resident, and one more becomes so: the host pool has no more tokens than it
-    has slots."""
-    granule = hot_granule(sizes.config.device_buffer_size)
-    whole = -(-sizes.max_context // granule) * granule
-    all_whole = min(sizes.max_requests * whole, sizes.num_host_slots + sizes.max_requests * granule)
-    return all_whole + 2 * _slots_per_request(sizes.config, sizes.max_context, sizes.window)
+def _with_larger_buffers(sizes: Sizes, available_device_bytes: int, max_device_slots: int | None) -> Sizes:
+    """With the largest hot buffers that all requests can have at once, in steps of a quarter of top-k.
+
+    Slots that double a buffer save several times as many misses as they would in one row that is whole
+    (docs/benchmarks.md, "Eviction").
+    """
+    config = sizes.config
+    most = min(_MOST_OF_TOP_K * config.top_k, MAX_DEVICE_BUFFER_SIZE, sizes.max_context)
+    for size in reversed(range(config.device_buffer_size, most + 1, max(1, config.top_k // 4))):
+        larger = replace(sizes, config=replace(config, device_buffer_size=size))
+        slots = larger.max_requests * larger.slots_per_request
+        larger = replace(larger, num_device_slots=slots, asked_device_slots=slots)
+        if larger.device_bytes <= available_device_bytes and slots <= (max_device_slots or slots):
+            return larger
+    return sizes
+
+
+def _with_resident_rows(
+    sizes: Sizes, available_device_bytes: int, max_device_slots: int | None, fill_memory: bool
+) -> Sizes:
+    """With the hot slots that are left, for requests that are resident."""
+    whole = sizes.whole_granules(sizes.max_context)
+    # The host pool has no more tokens than it has slots. While all requests are resident, one more becomes so.
+    all_whole = min(sizes.max_requests * whole, sizes.num_host_slots + sizes.max_requests * sizes.granule)
+    most = all_whole + 2 * sizes.slots_per_request
+    if max_device_slots is not None:
+        most = min(most, max_device_slots)
+    elif not fill_memory:
+        most = sizes.asked_device_slots
+    slot_bytes = sizes.layout.num_layers * sizes.layout.item_bytes
+    slots = min(most, sizes.num_device_slots + (available_device_bytes - sizes.device_bytes) // slot_bytes)
+    return replace(sizes, num_device_slots=max(sizes.num_device_slots, slots // sizes.granule * sizes.granule))
 
 
 def describe(sizes: Sizes) -> list[str]:
@@ -173,7 +223,7 @@ def describe(sizes: Sizes) -> list[str]:
         host_reason = f"host_pool_gib {config.host_pool_gib:g}"
     else:
         host_reason = f"host_to_device_ratio {config.host_to_device_ratio:g}"
-    full = sizes.max_requests * _slots_per_request(config, sizes.max_context, sizes.window)
+    full = sizes.max_requests * sizes.slots_per_request
     if sizes.num_device_slots > sizes.asked_device_slots:
         hot_reason = f"{sizes.asked_device_slots} at least, and the rest for requests that are resident as a whole"
     elif sizes.num_device_slots == full:
@@ -196,20 +246,3 @@ def describe(sizes: Sizes) -> list[str]:
         "(every token of a running request has its index keys on the device)",
         f"tables: {human(sizes.table_bytes)} ({sizes.max_requests} rows of {sizes.max_context} positions)",
     ]
-
-
-def _slots_per_request(config: HiSparseConfig, context_length: int, window: int) -> int:
-    """Hot slots of a full buffer and a window, or of `context_length` tokens if a request of these is always short."""
-    granule = hot_granule(config.device_buffer_size)
-    is_short = context_length - 1 + window <= config.device_buffer_size
-    return -(-(context_length if is_short else config.device_buffer_size + window) // granule) * granule
-
-
-def _row_table_bytes(
-    config: HiSparseConfig, layout: KVLayout, context_length: int, pages_per_row: int, window: int
-) -> int:
-    """Bytes of a row's tables: those of DeviceKVPool (int64), and Residency's in every index layer."""
-    granules = -(-max(config.device_buffer_size + window, context_length) // hot_granule(config.device_buffer_size))
-    tables = 8 * (1 + granules + pages_per_row + context_length)
-    residency = 2 * context_length + (4 + 1) * config.device_buffer_size + 4
-    return tables + layout.num_index_layers * residency

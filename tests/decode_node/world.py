@@ -90,7 +90,6 @@ def tiers(
         num_device_slots=device_slots,
         asked_device_slots=device_slots,
         num_index_pages=400,
-        table_bytes=0,
         has_prefix_cache=has_prefix_cache,
         window=step_window(max_drafts),
     )

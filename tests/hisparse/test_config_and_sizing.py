@@ -1,9 +1,13 @@
 """A configuration that cannot be served is refused at start, in words (sglang 22970)."""
 
+import math
 import re
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from base.errors import StartupError
 from hisparse.config import parse_config
@@ -22,17 +26,20 @@ def plan(
     context: int = 8192,
     max_device_slots: int | None = None,
     window: int = 1,
+    running: int = 16,
+    fill_memory: bool = False,
 ) -> Sizes:
     return plan_sizes(
         parse_config(text, model_top_k=256),
         LAYOUT,
-        max_running_requests=16,
+        max_running_requests=running,
         context_length=context,
         index_page_size=64,
         available_host_bytes=int(host_gib * GIB),
         available_device_bytes=int(device_gib * GIB),
         max_device_slots=max_device_slots,
         window=window,
+        fill_memory=fill_memory,
     )
 
 
@@ -107,6 +114,45 @@ def test_the_host_pool_can_be_given_in_gib() -> None:
 def test_pools_that_cannot_serve_one_request_are_refused(text: str, kwargs: dict[str, int], message: str) -> None:
     with pytest.raises(StartupError, match=re.escape(message)):
         plan(text, **kwargs)
+
+
+@given(
+    st.floats(0.05, 2),
+    st.integers(1, 64),
+    st.integers(600, 40_000),
+    st.sampled_from([1, 6]),
+    st.none() | st.integers(600),
+)
+def test_buffers_are_the_largest_that_all_requests_can_have(
+    gib: float, running: int, context: int, window: int, max_slots: int | None
+) -> None:
+    options: dict[str, Any] = {"running": running, "context": context, "window": window, "max_device_slots": max_slots}
+    options |= {"device_gib": gib, "host_gib": 10**6}
+    pool = '{"host_pool_gib": 100'
+    try:
+        least = plan(pool + "}", **options)
+    except StartupError:
+        return
+    sizes = plan(pool + "}", **options, fill_memory=True)
+    size = sizes.config.device_buffer_size
+    most = min(2048, context)
+    assert least.config.device_buffer_size == 512 <= size <= max(512, most)
+    assert sizes.device_bytes <= gib * GIB
+    assert sizes.num_device_slots <= (max_slots or sizes.num_device_slots)
+    assert (sizes.num_host_slots, sizes.num_index_pages) == (least.num_host_slots, least.num_index_pages)
+    if size == 512:
+        assert sizes.asked_device_slots == least.asked_device_slots
+    else:
+        assert sizes.num_device_slots >= running * (size + window)
+    if size + 64 <= most and running * (size + 64 + window + 8) <= (max_slots or math.inf):
+        given_size = pool + f', "device_buffer_size": {size + 64}}}'
+        larger = plan(given_size, **options)
+        assert larger.num_device_slots < running * (size + 64 + window), "one step more does not fit"
+
+
+def test_a_buffer_that_is_given_stays_as_it_is() -> None:
+    assert plan(None, fill_memory=True).config.device_buffer_size == 2048
+    assert plan('{"device_buffer_size": 512}', fill_memory=True).config.device_buffer_size == 512
 
 
 @pytest.mark.parametrize("window", [1, 6])

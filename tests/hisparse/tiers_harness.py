@@ -218,7 +218,6 @@ def tiers(
         num_device_slots=num_device_slots,
         asked_device_slots=num_device_slots,
         num_index_pages=num_index_pages,
-        table_bytes=0,
         window=window,
     )
     coordinator = build_tiers(sizes, torch.device(on), verify)
