@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.passkey import CHECKPOINT
+from benchmarks.swap_in import foresight
 from benchmarks.swap_in.eviction import (
     SYNTHETIC,
     EvictionBench,
@@ -29,6 +30,15 @@ def test_the_policy_is_never_a_point_worse_than_exact_lru() -> None:
     assert {result.trace for result in results} == set(SYNTHETIC)
     assert [result for result in results if result.clock < result.lru - 1] == []
     assert [result for result in results if max(result.clock, result.lru) > result.optimum] == []
+
+
+def test_guesses_are_what_was_selected_before_and_is_not_held() -> None:
+    """Room for two: 0 is evicted by 2, and is missed again when the other layer has selected it."""
+    trace, other = np.array([[0], [1], [2], [0]]), np.array([[4], [4], [0], [0]])
+    result = foresight.play(trace, first=10, hot_size=2, others={"other": other}, since=2)
+    assert result.misses == 2
+    assert (result.guessed["its last 8 tokens"], result.right["its last 8 tokens"]) == (1, 1)
+    assert (result.guessed["other"], result.right["other"]) == (1, 1)
 
 
 def test_lru_and_the_optimum_on_a_trace_that_can_be_played_by_hand() -> None:
