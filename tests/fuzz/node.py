@@ -194,9 +194,9 @@ class Service:
                 time.sleep(0.02)
                 held = self._held()
         served = set[str]().union(*(hostile.served for hostile in self._hostile.values()))
-        failed = [why for one, why in gateway.ended.items() if "step failed" in why and one not in served]
-        self.ends.update(why.partition(":")[0] for why in gateway.ended.values())
-        gateway.ended.clear()
+        ended, gateway.ended = list(gateway.ended.items()), {}
+        failed = [why for one, why in ended if "step failed" in why and one not in served]
+        self.ends.update(why.partition(":")[0] for _, why in ended)
         if (code := self.node.process.poll()) is not None:
             return [f"the node ended with {code}: {self.node.log[-600:]}"]
         return failed[:1] + ([f"the node holds {held}"] if held else [])
@@ -252,6 +252,7 @@ def run(to: Role, seed: int, indices: range, directory: Path) -> tuple[list[Find
             if (index + 1) % (20 * BATCH) == 0:
                 resident, objects = service.memory()
                 level = level or (resident, objects)
+                print(f"{index + 1} messages: {resident >> 20} MiB, {objects} objects", flush=True)
                 if resident > level[0] + DRIFT_BYTES or objects > level[1] + DRIFT_OBJECTS:
                     problems.append(f"memory grew from {level} to {(resident, objects)}")
             problems += service.new_errors()
