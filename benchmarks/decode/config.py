@@ -37,6 +37,9 @@ class DecodeBench:
     ] = 0
     context: Annotated[int, Flag("Tokens of each request.", min=1)] = 32768
     device_buffer_size: Annotated[int, Flag("Hot slots of each request.", min=1)] = 4096
+    pools_gib: Annotated[
+        float | None, Flag("What a node makes of so much HBM for KV: larger buffers, requests that are whole.")
+    ] = None
     resident: Annotated[bool, Flag("With all KV in HBM instead, and nothing that looks for it.")] = False
     resident_rows: Annotated[bool, Flag("With rows that become resident first, as a node's do.")] = False
     quantization: Annotated[Literal["none", "fp8"], Flag("Of the weights: bfloat16, or block-fp8.")] = "fp8"

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from benchmarks.decode.config import DecodeBench
 from benchmarks.decode.timing import StepTiming
-from benchmarks.parts_report import GIB, LIMIT, draw_parts, print_columns, table, what_was_computed, write_document
+from benchmarks.parts_report import LIMIT, draw_parts, print_columns, table, what_was_computed, write_document
 from model.roofline import StepPart, Works
 
 SCHEMA = 2
@@ -18,7 +18,8 @@ SCHEMA = 2
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One batch and what it selects. kv_bytes: hot slots in HBM, without keys and tables.
+    """One batch and what it selects. kv_bytes: hot slots in HBM, without keys and tables. buffer: hot slots of a
+    request that is not whole in HBM. whole: how many requests are.
 
     work: of each part, of which `link_gb_per_s` says what the link takes.
     """
@@ -26,6 +27,8 @@ class CaseResult:
     batch: int
     selections: str
     kv_bytes: int
+    buffer: int
+    whole: int
     timing: StepTiming
     work: Works
     link_gb_per_s: float
@@ -46,7 +49,7 @@ class CaseResult:
 
 def print_results(results: list[CaseResult], config: DecodeBench, weight_bytes: int, console: Console) -> None:
     """A line for each case, then the parts of each beside their limits."""
-    steps = table("steps", "batch", "new", "ms", "limit", "ratio", "tokens/s", "kernels", "hits", "misses", "hot GiB")
+    steps = table("steps", "batch", "new", "ms", "limit", "ratio", "tokens/s", "kernels", "misses", "buffer", "whole")
     for result in results:
         timing = result.timing
         steps.add_row(
@@ -57,9 +60,9 @@ def print_results(results: list[CaseResult], config: DecodeBench, weight_bytes: 
             f"{timing.median_ms / result.limit:.2f}",
             f"{result.batch / timing.median_ms * 1e3:.0f}",
             f"{sum(count for _, count in timing.kernels.values()):.0f}",
-            f"{timing.hits:.0f}",
             f"{timing.misses:.0f}",
-            f"{result.kv_bytes / GIB:.1f}",
+            str(result.buffer),
+            str(result.whole),
         )
     console.print(steps, "")
     for result in results:
@@ -75,7 +78,8 @@ def print_results(results: list[CaseResult], config: DecodeBench, weight_bytes: 
         f"{what_was_computed(config, weight_bytes)}, {config.context} tokens a request, "
         f"{torch.cuda.get_device_name()}. ms: median of "
         f"replayed graphs, by the host's clock. {LIMIT}, and missed bytes over PCIe at the rate of this run "
-        f"({results[0].link_gb_per_s:.1f} GB/s). hits, misses: of a token and index layer. "
+        f"({results[0].link_gb_per_s:.1f} GB/s). misses: of a token and index layer. "
+        "buffer: hot slots of a request; whole: requests of which all KV is in HBM. "
         "rest: norms, rotation, encoding, storing, time between kernels.",
         highlight=False,
     )

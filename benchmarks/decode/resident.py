@@ -71,4 +71,4 @@ def resident_tiers(
     )
     host = HostKVPool(layout, num_host_slots, device.type == "cuda", cpus=cpus_near(device))
     nothing = Residency(layout.num_index_layers, batch, 1, 1, device)
-    return HiSparseCoordinator(SlotsAsSelected(host, pool, nothing), ThreadPoolExecutor(1))
+    return HiSparseCoordinator(SlotsAsSelected(host, pool, nothing), ThreadPoolExecutor(1), resident_rows=False)

@@ -130,9 +130,10 @@ def time_steps(
         requests.coordinator.step_over(step.batch.places, dict.fromkeys(requests.ids, width))
         return elapsed * 1e3
 
-    filling: list[float] = []
-    while not requests.are_filled:
+    filling, idle = list[float](), 0 if requests.coordinator.residents.enabled else 2
+    while idle < 2:  # a fill ends in one step, and the next one begins in the step after
         filling.append(step_ms(len(filling), nullcontext()))
+        idle = idle + 1 if requests.are_filled else 0
     begin = len(filling) + warm_up
     for number in range(len(filling), begin):
         step_ms(number, nullcontext())

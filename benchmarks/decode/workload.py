@@ -6,10 +6,11 @@ from typing import Protocol
 import torch
 from transformers import AutoConfig
 
+from base.errors import StartupError
 from benchmarks.decode.resident import resident_tiers
 from benchmarks.wrapped_backend import WrappedBackend
 from hisparse.config import HiSparseConfig
-from hisparse.sizing import plan_sizes, step_window
+from hisparse.sizing import describe, plan_sizes, step_window
 from hisparse.tiers import build_tiers
 from kernels.attention import AttentionBackend
 from kernels.fp8 import quantise_activations
@@ -160,7 +161,9 @@ class Requests:
 
     device_buffer_size: hot slots of each; with at least the context length of the spec nothing is ever missed, and
     admission brings all KV into HBM. None: the same at any context length and without a resolve; what layers select
-    must be slots (`to_slots`). resident_rows: whether there are hot slots for all tokens of all requests.
+    must be slots (`to_slots`). resident_rows: whether there are hot slots for all tokens of all requests. pool_bytes:
+    of HBM, for hot slots, index keys and tables, of which a node makes the largest buffers and resident requests.
+    Raises StartupError if they do not hold a batch with these buffers.
     """
 
     def __init__(
@@ -172,6 +175,7 @@ class Requests:
         device: torch.device,
         max_drafts: int = 0,
         resident_rows: bool = False,
+        pool_bytes: int | None = None,
     ) -> None:
         self._context = context
         self.ids = [f"r{number}" for number in range(batch)]
@@ -193,17 +197,20 @@ class Requests:
                     top_k=spec.index_topk,
                     host_to_device_ratio=None,
                     host_pool_gib=host_slots * spec.kv_layout.token_bytes / GIB,
-                    resident_rows=resident_rows,
+                    resident_rows=resident_rows or pool_bytes is not None,
+                    larger_buffers=pool_bytes is not None,
                 ),
                 spec.kv_layout,
                 max_running_requests=batch,
                 context_length=spec.context_length,
                 index_page_size=_INDEX_PAGE,
                 available_host_bytes=2**40,
-                available_device_bytes=2**40,
+                available_device_bytes=pool_bytes or 2**40,
                 window=window,
                 fill_memory=True,
             )
+            if sizes.num_device_slots < sizes.asked_device_slots:
+                raise StartupError(f"{batch} requests do not fit: {'; '.join(describe(sizes))}")
             self.coordinator = build_tiers(sizes, device)
         kv_format = spec.kv_format
         items = kv_format.encode_items(torch.randn(_FILL_ROWS, spec.item_dim, device=device))
@@ -229,9 +236,8 @@ class Requests:
 
     @property
     def are_filled(self) -> bool:
-        """Whether no row is to be made resident any more."""
-        coordinator = self.coordinator
-        return not coordinator.residents.enabled or coordinator.device.resident_rows == len(self.ids)
+        """Whether no row is being made resident. Before the first step, none is yet."""
+        return self.coordinator.residents.filler.is_idle
 
     def to_slots(self, selected: torch.Tensor) -> None:
         """Replace positions by device slots: int64 [index_layers, batch, queries, k], where all KV is in HBM."""

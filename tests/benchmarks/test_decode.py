@@ -1,5 +1,6 @@
 """Which part of a decode step a kernel belongs to, what the hardware takes for it, and that the requests decode."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from benchmarks.decode.config import DecodeBench
+from benchmarks.decode.curves import main as curves
+from benchmarks.decode.curves import read_curves
 from benchmarks.decode.timing import part_of
 from benchmarks.decode.workload import GivenSelection, Requests, model_of
 from benchmarks.stepping import GREEDY, launch, next_tokens
@@ -65,6 +68,29 @@ def small_sizes(model_type: str = "deepseek_v32", layers: int = 2, **others: obj
         index_head_dim=32,
         **others,
     )
+
+
+def test_runs_of_one_context_are_compared(tmp_path: Path) -> None:
+    def written(name: str, cases: dict[int, float], **flags: object) -> Path:
+        config = {"resident": False, "context": 32768, "speculative_num_steps": 0, **flags}
+        document = {
+            "config": {flag: str(value) for flag, value in config.items()},
+            "cases": [{"batch": batch, "timing": {"median_ms": ms}} for batch, ms in cases.items()],
+        }
+        (tmp_path / name).write_text(json.dumps(document))
+        return tmp_path / name
+
+    files = [
+        written("ours", {1: 10.0, 64: 80.0}),
+        written("theirs", {1: 10.0}, resident=True),
+        written("longer", {1: 20.0}, context=65536, speculative_num_steps=1),
+    ]
+    assert read_curves(files) == {
+        32768: {"HiSparse": {1: 100.0, 64: 800.0}, "all in HBM": {1: 100.0}},
+        65536: {"HiSparse": {1: 100.0}},
+    }
+    curves(files, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size
 
 
 GLM_LAYERS = 6

@@ -121,10 +121,38 @@ def test_what_cannot_be_selected_is_refused(shape: Shape, num_steps: int, word: 
         read_selections(word.format(trace), shape, num_steps, queries=1)
 
 
-@pytest.mark.parametrize(("drafts", "resident"), [(0, False), (2, False), (2, True)])
-def test_a_step_takes_its_tokens_and_drafts(drafts: int, resident: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def without_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(timing, "profile", MagicMock())
+
+
+@pytest.mark.usefixtures("without_device")
+def test_with_device_memory_enough_requests_become_whole() -> None:
+    config = DecodeBench(context=CONTEXT, quantization="none")
+    model = small(config)
+    spec = model.spec
+    requests = Requests(spec, CONTEXT, BATCH, 2 * K, CPU, pool_bytes=2**30)
+    pool = requests.coordinator.device
+    assert (pool.device_buffer_size, pool.resident_rows) == (8 * K, 0)
+    selected = PublishedSelections(Shape(K, 8 * K, 1, CONTEXT))
+    warm_up = selected.begin(spec.num_index_layers, BATCH, CPU)
+    given = GivenSelection(choose_backend("auto", CPU, spec), spec, BATCH, CPU)
+    network = SparseModel(model.network, spec, given)
+    runner = ModelRunner(network, requests.coordinator, BATCH, spec.context_length, record=False)
+    select = partial(_select, selected, requests, given.positions, False)
+    timed = time_steps(requests, runner, spec.vocab_size, select, warm_up, steps=10)
+    assert len(timed.filling_ms) > BATCH
+    assert (pool.resident_rows, timed.misses) == (BATCH, 0)
+    requests.close()
+
+    with pytest.raises(StartupError, match="3 requests do not fit: "):
+        Requests(spec, CONTEXT, BATCH, 2 * K, CPU, pool_bytes=320 << 10)
+
+
+@pytest.mark.usefixtures("without_device")
+@pytest.mark.parametrize(("drafts", "resident"), [(0, False), (2, False), (2, True)])
+def test_a_step_takes_its_tokens_and_drafts(drafts: int, resident: bool) -> None:
     config = DecodeBench(context=CONTEXT, quantization="none", speculative_num_steps=drafts)
     model = model_of(network_config(small_sizes(num_nextn_predict_layers=1)), config, CPU, drafts=drafts > 0)
     spec, selected = model.spec, PublishedSelections(SHAPE)

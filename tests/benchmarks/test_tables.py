@@ -36,8 +36,10 @@ def decode_table() -> Table:
     kernels = {"_score_pages": (134.51, 61.0), "_experts": (106.12, 116.0), "swap_in": (141.35, 61.0)}
     timing = StepTiming(450.88, 451.0, hits=269.0, misses=1779.0, num_bytes=18.3e9, kernels=kernels)
     work = {part: (Work(num_bytes=12.34 * HBM_BYTES_PER_MS),) for part in StepPart}
-    results = [decode.CaseResult(256, "published", 14 * GIB, timing, work, 55.4)] * 12
-    figures = "256 published 450.88 86.38 5.22 568 238 269 1779 14.0 134.51/12.34 106.12/12.34 141.35/12.34 68.90/12.34"
+    results = [decode.CaseResult(256, "published", 14 * GIB, 16384, 256, timing, work, 55.4)] * 12
+    figures = (
+        "256 published 450.88 86.38 5.22 568 238 1779 16384 256 134.51/12.34 106.12/12.34 141.35/12.34 68.90/12.34"
+    )
     return lambda console: decode.print_results(results, DecodeBench(rank_of=8), 103 * GIB, console), figures
 
 

@@ -1,0 +1,61 @@
+"""`python -m benchmarks.decode.curves`: tokens/s over requests, of runs of `bench decode`, as tables and a figure.
+
+A run with `--pools-gib` and one with `--resident` of the same context are two lines of one panel.
+"""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from benchmarks.parts_report import table
+from benchmarks.plotting import new_figure
+from benchmarks.program import run
+
+Curve = dict[int, float]
+"""Tokens per second of a GPU, by requests."""
+
+
+def read_curves(paths: list[Path]) -> dict[int, dict[str, Curve]]:
+    """By context and the way that KV is held: all that the files of `bench decode` say, the later file last."""
+    curves: defaultdict[int, dict[str, Curve]] = defaultdict(dict)
+    for path in paths:
+        document = json.loads(path.read_text())
+        flags = document["config"]
+        way = "all in HBM" if flags["resident"] == "True" else "HiSparse"
+        curve = curves[int(flags["context"])].setdefault(way, {})
+        for case in document["cases"]:
+            tokens = case["batch"] * (1 + int(flags["speculative_num_steps"]))
+            curve[case["batch"]] = tokens / case["timing"]["median_ms"] * 1e3
+    return dict(sorted(curves.items()))
+
+
+def main(
+    files: Annotated[list[Path], typer.Argument(help="What --json of bench decode has written.")],
+    png: Annotated[Path, typer.Option(help="Where to draw the figure.")] = Path("bench-decode-requests.png"),
+) -> None:
+    curves = read_curves(files)
+    figure = new_figure(figsize=(4 * len(curves), 3.2), layout="constrained")
+    panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
+    for panel, (context, ways) in zip(panels, curves.items(), strict=True):
+        shown = table(f"{context} tokens a request, tokens/s", "requests", *ways)
+        for batch in sorted({batch for curve in ways.values() for batch in curve}):
+            rates = (curve.get(batch) for curve in ways.values())
+            shown.add_row(str(batch), *("does not fit" if rate is None else f"{rate:.0f}" for rate in rates))
+        Console().print(shown, "")
+        for way, curve in ways.items():
+            panel.plot(sorted(curve), [curve[batch] for batch in sorted(curve)], marker="o", label=way)
+        panel.set_title(f"{context // 1024}K tokens a request")
+        panel.set_xlabel("requests")
+        panel.grid(alpha=0.3)
+        panel.legend()
+    panels[0].set_ylabel("tokens/s of a GPU")
+    panels[0].set_ylim(bottom=0)
+    figure.savefig(png, dpi=110)
+
+
+if __name__ == "__main__":
+    run(main)
