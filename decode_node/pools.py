@@ -14,6 +14,7 @@ from engine.chunked import ChunkedPrefill
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.sizing import Sizes, describe, plan_sizes, step_window
+from hisparse.tiers import largest_buffer
 from kvcache.host_pool import HostKVPool
 from kvcache.paged_pool import PagedKVPool
 from model.config import ModelSpec
@@ -63,6 +64,7 @@ def fit_pools(
             has_prefix_cache=config.enable_prefix_caching,
             window=step_window(max_drafts),
             fill_memory=not on_cpu,
+            largest_buffer=largest_buffer(hisparse, spec.context_length, max_drafts, ranks.device),
         )
 
     spec, sizes = fit_context(spec, config.context_length, plan)

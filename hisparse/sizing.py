@@ -12,9 +12,6 @@ from kvcache.block_cache import BLOCK_BYTES
 from kvcache.layout import KVLayout
 
 GIB = 2**30
-_MOST_OF_TOP_K = 8
-"""Buffers are made larger up to so many times the top-k: with four queries a request, what a block's shared memory has
-room for at a top-k of 2048."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +100,11 @@ def plan_sizes(
     has_prefix_cache: bool = False,
     window: int = 1,
     fill_memory: bool = False,
+    largest_buffer: int = 0,
 ) -> Sizes:
     """Size the tiers. has_prefix_cache: whether the host pool keeps one. window: of Sizes. fill_memory: whether hot
-    slots take the device memory that is left, at most `max_device_slots` or those of whole requests: first for larger
-    buffers, if the configuration allows them, then for resident rows.
+    slots take the device memory that is left, at most `max_device_slots` or those of whole requests. largest_buffer:
+    hot slots of a request up to which that memory is first for larger buffers, if the configuration allows them.
 
     Wanted are a full hot buffer for every running request, at most `max_device_slots`, and index pages for every token
     of the host pool, at most those of all running requests. If device memory is short, there are fewer hot slots, and
@@ -175,21 +173,23 @@ def plan_sizes(
         )
     if sizes.num_device_slots < asked:
         return sizes
-    if fill_memory and config.larger_buffers:
-        sizes = _with_larger_buffers(sizes, available_device_bytes, max_device_slots)
+    if config.larger_buffers:
+        sizes = _with_larger_buffers(sizes, available_device_bytes, max_device_slots, largest_buffer)
     if config.resident_rows:
         sizes = _with_resident_rows(sizes, available_device_bytes, max_device_slots, fill_memory)
     return sizes
 
 
-def _with_larger_buffers(sizes: Sizes, available_device_bytes: int, max_device_slots: int | None) -> Sizes:
+def _with_larger_buffers(
+    sizes: Sizes, available_device_bytes: int, max_device_slots: int | None, largest: int
+) -> Sizes:
     """With the largest hot buffers that all requests can have at once, in steps of a quarter of top-k.
 
     Slots that double a buffer save several times as many misses as they would in one row that is whole
     (docs/benchmarks.md, "Eviction").
     """
     config = sizes.config
-    most = min(_MOST_OF_TOP_K * config.top_k, MAX_DEVICE_BUFFER_SIZE, sizes.max_context)
+    most = min(largest, MAX_DEVICE_BUFFER_SIZE, sizes.max_context)
     for size in reversed(range(config.device_buffer_size, most + 1, max(1, config.top_k // 4))):
         larger = replace(sizes, config=replace(config, device_buffer_size=size))
         slots = larger.max_requests * larger.slots_per_request

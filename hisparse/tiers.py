@@ -11,9 +11,10 @@ from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.device_pool import DeviceKVPool
 from hisparse.residency import Residency
-from hisparse.sizing import Sizes
+from hisparse.sizing import Sizes, step_window
 from hisparse.staging import CopyStream, CudaCopyStream
 from hisparse.swap_in import CpuSwapIn, SwapInBackend
+from kernels.swap_in import largest_hot_size
 from kvcache.host_pool import HostKVPool
 
 
@@ -52,6 +53,20 @@ def build_tiers(
         backend, copy_stream = _make_backend(host, pool, residency, config)
         on_failure.pop_all()
     return HiSparseCoordinator(backend, copy_stream, verify, config.resident_rows)
+
+
+def largest_buffer(config: HiSparseConfig, max_context: int, max_drafts: int, device: torch.device) -> int:
+    """How large `plan_sizes` may make hot buffers on a device: what its swap-in kernel has shared memory for.
+
+    0 on the CPU, whose memory is not for the tiers alone.
+    """
+    if device.type == "cpu":
+        return 0
+    from kernels.launch import shared_memory_limit
+
+    available = shared_memory_limit(device)
+    window = step_window(max_drafts)
+    return largest_hot_size(config.top_k, 1 + max_drafts, window, max_context, config.swap_in_block_size, available)
 
 
 def _make_backend(

@@ -11,6 +11,7 @@ from kernels.specialization import MAX_BLOCK_SIZE, PORTABLE_CLUSTER, VECTOR_BYTE
 
 MIN_ITEM_BYTES = 8
 _MIN_SEEN_BITS = 10
+_MOST_OF_TOP_K = 8
 
 IndexType = Literal["int32", "int64"]
 _C_TYPES: dict[IndexType, str] = {"int32": "int", "int64": "long long"}
@@ -140,3 +141,21 @@ def default_block_size(selected: int) -> int:
     """Threads per block: four selected positions per thread, and at least 512, so that enough warps copy."""
     wanted = -(-selected // 4)
     return min(MAX_BLOCK_SIZE, max(512, 1 << (wanted - 1).bit_length() if wanted > 1 else 1))
+
+
+def largest_hot_size(
+    top_k: int, queries: int, window: int, max_context: int, block_size: int | None, available: int
+) -> int:
+    """The most hot slots, in quarters of top-k, that a block with `available` bytes of shared memory has room for.
+
+    Up to 8 times the top-k: with four queries a request, what an H200 has room for at a top-k of 2048. 0 if none fit.
+    block_size: threads, chosen if None.
+    """
+    threads = block_size or default_block_size(queries * top_k)
+    for size in range(_MOST_OF_TOP_K * top_k, top_k - 1, -max(1, top_k // 4)):
+        kernel = SwapInSpecialization(
+            top_k, size, MIN_ITEM_BYTES, "int64", "int64", False, threads, seen_bits(max_context), queries, window
+        )
+        if kernel.shared_bytes <= available:
+            return size
+    return 0

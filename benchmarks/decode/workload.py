@@ -11,7 +11,7 @@ from benchmarks.decode.resident import resident_tiers
 from benchmarks.wrapped_backend import WrappedBackend
 from hisparse.config import HiSparseConfig
 from hisparse.sizing import describe, plan_sizes, step_window
-from hisparse.tiers import build_tiers
+from hisparse.tiers import build_tiers, largest_buffer
 from kernels.attention import AttentionBackend
 from kernels.fp8 import quantise_activations
 from kernels.operands import IndexQueries, PagedKeys, RouterConfig
@@ -191,15 +191,16 @@ class Requests:
                 device=device,
             )
         else:
+            tiers = HiSparseConfig(
+                device_buffer_size=device_buffer_size,
+                top_k=spec.index_topk,
+                host_to_device_ratio=None,
+                host_pool_gib=host_slots * spec.kv_layout.token_bytes / GIB,
+                resident_rows=resident_rows or pool_bytes is not None,
+                larger_buffers=pool_bytes is not None,
+            )
             sizes = plan_sizes(
-                HiSparseConfig(
-                    device_buffer_size=device_buffer_size,
-                    top_k=spec.index_topk,
-                    host_to_device_ratio=None,
-                    host_pool_gib=host_slots * spec.kv_layout.token_bytes / GIB,
-                    resident_rows=resident_rows or pool_bytes is not None,
-                    larger_buffers=pool_bytes is not None,
-                ),
+                tiers,
                 spec.kv_layout,
                 max_running_requests=batch,
                 context_length=spec.context_length,
@@ -208,6 +209,7 @@ class Requests:
                 available_device_bytes=pool_bytes or 2**40,
                 window=window,
                 fill_memory=True,
+                largest_buffer=largest_buffer(tiers, spec.context_length, max_drafts, device),
             )
             if sizes.num_device_slots < sizes.asked_device_slots:
                 raise StartupError(f"{batch} requests do not fit: {'; '.join(describe(sizes))}")

@@ -40,6 +40,7 @@ def plan(
         max_device_slots=max_device_slots,
         window=window,
         fill_memory=fill_memory,
+        largest_buffer=2048 if fill_memory else 0,
     )
 
 
