@@ -17,7 +17,7 @@ from base.block_hashes import BLOCK_TOKENS
 from base.errors import ProcessFailed, StartupError
 from cli.config import SizingConfig
 from hisparse.config import HiSparseConfig
-from hisparse.sizing import GIB, Sizes, plan_sizes
+from hisparse.sizing import GIB, Sizes, plan_sizes, whole_requests
 from kvcache.block_cache import BLOCK_BYTES
 from model.config import network_config
 from model.families import published_config
@@ -93,9 +93,11 @@ class NodeSizing:
         free = (self.config.host_gib - self.config.reserved_gib) * GIB
         return int(free / (1 + BLOCK_BYTES / BLOCK_TOKENS / self.token_bytes) / GIB)
 
-    def sizes(self, running: int, pool_gib: float, context_length: int | None = None) -> Sizes:
-        """A rank's pools for `running` requests, of full length unless it is given. Raises StartupError if not one
-        fits."""
+    def sizes(
+        self, running: int, pool_gib: float, context_length: int | None = None, fill_memory: bool = False
+    ) -> Sizes:
+        """A rank's pools for `running` requests, of full length unless it is given. fill_memory: as of plan_sizes.
+        Raises StartupError if not one fits."""
         config = HiSparseConfig(
             self.buffer_size, self.model.spec.index_topk, host_to_device_ratio=None, host_pool_gib=pool_gib
         )
@@ -108,6 +110,7 @@ class NodeSizing:
             available_host_bytes=int(2 * _PLENTY_GIB * GIB),
             available_device_bytes=self.pool_bytes,
             has_prefix_cache=True,
+            fill_memory=fill_memory,
         )
 
     @property
@@ -138,6 +141,17 @@ class NodeSizing:
         """Requests that run at a time."""
         return min(self.held, self.fitting)
 
+    @cached_property
+    def most_whole(self) -> int:
+        """Requests of full length that are whole in device memory, of a node that runs no more. One that may run more
+        has index keys and tables for all."""
+        return bisect_left(range(1, self.running + 1), True, key=lambda running: self.whole_of(running) < running)
+
+    def whole_of(self, running: int) -> int:
+        """Requests of full length that are whole in device memory while no others run, of a node that may run so
+        many."""
+        return whole_requests(self.sizes(running, self.host_pool_gib / self.ranks_per_host, fill_memory=True))
+
     def check(self) -> None:
         """Raises ProcessFailed if no request of full length fits both kinds of node, with the longest that does."""
         c = self.config
@@ -157,9 +171,12 @@ class NodeSizing:
     @cached_property
     def step(self) -> Works:
         """The work of a decode step with all requests running."""
+        return self._step_of(self.running, min(self.config.new_positions, self.config.context_length))
+
+    def _step_of(self, requests: int, missed: int) -> Works:
+        """The work of a decode step. missed: positions per request and layer."""
         c = self.config
-        missed = min(c.new_positions, c.context_length)
-        return work_of_step(self.model, self.running, c.context_length, missed, self.running * c.ranks)
+        return work_of_step(self.model, requests, c.context_length, missed, requests * c.ranks)
 
     def limit_ms(self, works: Works, part: StepPart) -> float:
         return sum(work.ms(self.config.link_gb_per_s) for work in works.get(part, ()))
@@ -170,13 +187,18 @@ class NodeSizing:
         return sum(self.limit_ms(self.step, part) for part in StepPart)
 
     @property
+    def whole_step_limit_ms(self) -> float:
+        """Likewise, for a step of `most_whole` requests, which swaps nothing in."""
+        return sum(self.limit_ms(self._step_of(self.most_whole, 0), part) for part in StepPart)
+
+    @property
     def step_ms(self) -> float:
         """What a step is expected to take."""
         return self.step_limit_ms * self.config.times_limit
 
-    def tokens_per_s(self, step_ms: float) -> float:
-        """Of the node."""
-        return self.config.ranks * self.running / step_ms * 1e3
+    def tokens_per_s(self, requests: int, step_ms: float) -> float:
+        """Of the node, with so many requests a rank."""
+        return self.config.ranks * requests / step_ms * 1e3
 
     @property
     def swapped_in_bytes(self) -> float:
@@ -217,9 +239,15 @@ def rows(config: SizingConfig) -> list[Row]:
     def in_all(requests: int) -> str:
         return f"{requests} a rank, {requests * c.ranks} in all"
 
-    def output(ms: float) -> str:
-        return f"{x.tokens_per_s(ms):,.0f} tokens/s, {1e3 / ms:.1f} a request"
+    def output(requests: int, ms: float) -> str:
+        return f"{x.tokens_per_s(requests, ms):,.0f} tokens/s, {1e3 / ms:.1f} a request"
 
+    whole_output = ""
+    if x.most_whole:
+        whole, whole_ms = x.most_whole * c.ranks, x.whole_step_limit_ms
+        whole_output = f"""\
+output at the limit with these | {whole} / {whole_ms:.1f} ms, nothing swapped in | {output(x.most_whole, whole_ms)}
+"""
     table = f"""\
 weights of a GPU, fp8 | what all ranks have, and 1/{c.ranks} of the routed experts | {gib(x.model.num_bytes)}
 pools of a GPU | {c.mem_fraction_static:g} x ({c.device_gib:g} GiB - weights) | {pool}
@@ -231,11 +259,15 @@ prefix caches' tables | {x.host_pool_gib:,} GiB
 the prefix caches' tables | {per_host} ranks | {gib(per_host * sizes.prefix_cache_bytes)}
 requests that host memory holds | {x.host_pool_gib:,} GiB / {per_host} / {context}, x {c.ranks} ranks | {in_all(x.held)}
 device memory of a running request | hot buffer, index keys, tables | {request}
-requests that device memory runs | {pool} / {request}, x {c.ranks} ranks | {in_all(x.fitting)}
+requests that device memory runs | {pool} / {request}, x {c.ranks} ranks: {x.buffer_size:,} hot slots each at least \
+| {in_all(x.fitting)}
 running requests (`--max-running-requests`) | the less of both | {in_all(x.running)}
+of these whole in device memory | while no others run | {in_all(x.whole_of(x.running))}
+requests that are all whole | with a `--max-running-requests` of {x.most_whole} | {in_all(x.most_whole)}
+{whole_output}\
 a decode step at the hardware's limit, ms | {parts} | {limit:.1f} ms
-output at the limit | {x.running * c.ranks} / {limit:.1f} ms | {output(limit)}
-output expected | a step takes {c.times_limit:g} times its limit: {step:.1f} ms | {output(step)}
+output at the limit | {x.running * c.ranks} / {limit:.1f} ms | {output(x.running, limit)}
+output expected | a step takes {c.times_limit:g} times its limit: {step:.1f} ms | {output(x.running, step)}
 read from a machine's host memory for that | {per_host} x {x.swapped_in_bytes / 1e6:,.0f} MB / {step:.1f} ms \
 | {read / step / 1e6:.0f} GB/s
 KV pool of a prefill node | {pool} / {x.token_bytes:,} B \

@@ -12,6 +12,9 @@ from kvcache.block_cache import BLOCK_BYTES
 from kvcache.layout import KVLayout
 
 GIB = 2**30
+_FILLING = 2
+"""Hot buffers that have slots beside those of resident rows when one more becomes so: its own, and that of the next
+request (`hisparse.resident_rows`)."""
 
 
 @dataclass(frozen=True)
@@ -157,13 +160,26 @@ def plan_sizes(
     return sizes
 
 
+def whole_requests(sizes: Sizes) -> int:
+    """Requests of `max_context` tokens that are resident if no others run."""
+    least = _slots_per_request(sizes.config, sizes.max_context, sizes.window)
+    whole = _whole_slots(sizes)
+    spare = sizes.num_device_slots - (_FILLING * least if least < whole else 0)
+    return min(sizes.max_requests, max(0, spare) // whole)
+
+
+def _whole_slots(sizes: Sizes) -> int:
+    """Hot slots of a resident request of `max_context` tokens."""
+    granule = hot_granule(sizes.config.device_buffer_size)
+    return -(-sizes.max_context // granule) * granule
+
+
 def _most_slots(sizes: Sizes) -> int:
     """Hot slots with which all requests are resident, and one more becomes so: the host pool has no more tokens than it
     has slots."""
     granule = hot_granule(sizes.config.device_buffer_size)
-    whole = -(-sizes.max_context // granule) * granule
-    all_whole = min(sizes.max_requests * whole, sizes.num_host_slots + sizes.max_requests * granule)
-    return all_whole + 2 * _slots_per_request(sizes.config, sizes.max_context, sizes.window)
+    all_whole = min(sizes.max_requests * _whole_slots(sizes), sizes.num_host_slots + sizes.max_requests * granule)
+    return all_whole + _FILLING * _slots_per_request(sizes.config, sizes.max_context, sizes.window)
 
 
 def describe(sizes: Sizes) -> list[str]:

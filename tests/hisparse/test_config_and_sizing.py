@@ -7,7 +7,7 @@ import torch
 
 from base.errors import StartupError
 from hisparse.config import parse_config
-from hisparse.sizing import GIB, Sizes, describe, plan_sizes
+from hisparse.sizing import GIB, Sizes, describe, plan_sizes, whole_requests
 from hisparse.tiers import build_tiers
 from kvcache.layout import KVLayout
 
@@ -22,9 +22,10 @@ def plan(
     context: int = 8192,
     max_device_slots: int | None = None,
     window: int = 1,
+    top_k: int = 256,
 ) -> Sizes:
     return plan_sizes(
-        parse_config(text, model_top_k=256),
+        parse_config(text, model_top_k=top_k),
         LAYOUT,
         max_running_requests=16,
         context_length=context,
@@ -143,3 +144,28 @@ def test_device_slots_can_be_limited() -> None:
     sizes = plan('{"host_pool_gib": 1}', max_device_slots=2000)
     assert sizes.num_device_slots == 2000
     assert any("max-device-slots" in line for line in describe(sizes))
+
+
+@pytest.mark.parametrize(("slots", "whole"), [(1513, 0), (1514, 1), (2513, 1), (2514, 2)])
+def test_as_many_requests_become_resident_as_sizing_says(slots: int, whole: int) -> None:
+    """Of 1,000 tokens, beside two buffers of 257."""
+    sizes = plan('{"device_buffer_size": 256, "host_pool_gib": 0.05}', top_k=64, context=1000, max_device_slots=slots)
+    assert whole_requests(sizes) == whole
+    coordinator = build_tiers(sizes, torch.device("cpu"))
+    resident = []
+    for number in range(whole + 1):
+        host_slots = coordinator.host.allocate(990)
+        assert host_slots is not None
+        assert coordinator.admit_request_direct(f"{number}", host_slots, 990)
+        coordinator.fill_rows()
+        while not coordinator.residents.filler.is_idle:
+            coordinator.fill_rows()
+        resident.append(coordinator.device.resident_rows)
+    assert resident[:-1] == list(range(1, whole + 1))
+    assert resident[-1] <= whole
+    coordinator.close()
+
+
+def test_requests_that_fit_their_buffers_are_all_whole() -> None:
+    sizes = plan('{"host_pool_gib": 1}', context=500)
+    assert whole_requests(sizes) == sizes.max_requests
