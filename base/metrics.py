@@ -40,7 +40,12 @@ class Metrics:
         self.host_slots = gauge("host_slots", "Slots of the host KV pool by state.", "state")
         self.device_slots = gauge("device_slots", "Hot-buffer slots by state.", "state")
         self.rows = gauge("rows", "Running requests of a decode node by where their items are.", "state")
+        self.hot_slots = gauge(
+            "hot_slots", "Hot slots in use by where the items of their request are; filling: of copies.", "state"
+        )
         self.filled_bytes = counter("filled_bytes_total", "Bytes that were copied to make requests resident in HBM.")
+        self.fills = counter("fills_total", "Fills of requests that were to be resident, by how they ended.", "end")
+        self.shrunk_rows = counter("shrunk_rows_total", "Resident requests that gave hot slots back.")
         self.prefill_pages = gauge("prefill_pages", "Pages of the prefill KV pool by state.", "state")
         self.kv_usage = gauge(
             "kv_usage",

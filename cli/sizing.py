@@ -17,9 +17,10 @@ from base.block_hashes import BLOCK_TOKENS
 from base.errors import ProcessFailed, StartupError
 from cli.config import SizingConfig
 from hisparse.config import HiSparseConfig
-from hisparse.sizing import GIB, Sizes, plan_sizes
+from hisparse.sizing import GIB, Sizes, plan_sizes, step_window
+from kernels.swap_in import largest_hot_size
 from kvcache.block_cache import BLOCK_BYTES
-from model.config import network_config
+from model.config import NetworkConfig, network_config
 from model.families import published_config
 from model.roofline import RankModel, StepPart, Works, work_of_chunk, work_of_step
 from service.config import drafts_of
@@ -28,6 +29,8 @@ _PAGE = 64
 _PLENTY_GIB = 2.0**20
 _MOST_RUNNING = 4096
 _COLUMNS = 80
+_SHARED_BYTES = 227 << 10
+"""Of shared memory that a block of an H100 or H200 may have."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +49,27 @@ class NodeSizing:
     config: SizingConfig
 
     @cached_property
+    def network(self) -> NetworkConfig:
+        return network_config(AutoConfig.for_model(**published_config(self.config.shape)))
+
+    @property
+    def drafts(self) -> int:
+        """Of a request in a step, at most."""
+        return drafts_of(self.config.speculative_num_steps, self.network.draft_layers > 0)
+
+    @cached_property
     def model(self) -> RankModel:
         """One rank's network, without memory for it. Raises StartupError if the shape cannot be divided so."""
         c = self.config
-        sizes = network_config(AutoConfig.for_model(**published_config(c.shape)))
         try:
             return RankModel.build(
-                sizes,
+                self.network,
                 ranks=c.ranks,
                 fp8=True,
                 context_length=c.context_length,
                 kv_cache_dtype=c.kv_cache_dtype,
                 device=torch.device("meta"),
-                drafts=drafts_of(c.speculative_num_steps, sizes.draft_layers > 0) > 0,
+                drafts=self.drafts > 0,
             )
         except ValueError as error:
             raise StartupError(f"sizing: {error}") from error
@@ -69,7 +80,7 @@ class NodeSizing:
 
     @property
     def buffer_size(self) -> int:
-        """Hot slots of a request."""
+        """Hot slots of a request, at least."""
         return self.config.device_buffer_size or 2 * self.model.spec.index_topk
 
     @property
@@ -93,11 +104,17 @@ class NodeSizing:
         free = (self.config.host_gib - self.config.reserved_gib) * GIB
         return int(free / (1 + BLOCK_BYTES / BLOCK_TOKENS / self.token_bytes) / GIB)
 
-    def sizes(self, running: int, pool_gib: float, context_length: int | None = None) -> Sizes:
-        """A rank's pools for `running` requests, of full length unless it is given. Raises StartupError if not one
-        fits."""
+    def sizes(
+        self, running: int, pool_gib: float, context_length: int | None = None, fill_memory: bool = False
+    ) -> Sizes:
+        """A rank's pools for `running` requests, of full length unless it is given. fill_memory: as of plan_sizes.
+        Raises StartupError if not one fits."""
         config = HiSparseConfig(
-            self.buffer_size, self.model.spec.index_topk, host_to_device_ratio=None, host_pool_gib=pool_gib
+            self.buffer_size,
+            self.model.spec.index_topk,
+            host_to_device_ratio=None,
+            host_pool_gib=pool_gib,
+            larger_buffers=fill_memory and self.config.device_buffer_size is None,
         )
         return plan_sizes(
             config,
@@ -108,6 +125,11 @@ class NodeSizing:
             available_host_bytes=int(2 * _PLENTY_GIB * GIB),
             available_device_bytes=self.pool_bytes,
             has_prefix_cache=True,
+            window=step_window(self.drafts),
+            fill_memory=fill_memory,
+            largest_buffer=largest_hot_size(
+                config.top_k, 1 + self.drafts, step_window(self.drafts), self.config.context_length, None, _SHARED_BYTES
+            ),
         )
 
     @property
@@ -138,6 +160,29 @@ class NodeSizing:
         """Requests that run at a time."""
         return min(self.held, self.fitting)
 
+    @cached_property
+    def most_whole(self) -> int:
+        """Requests of full length that are whole in device memory, of a node that runs no more. One that may run more
+        has index keys and tables for all."""
+        return bisect_left(range(1, self.running + 1), True, key=lambda running: self.whole_of(running) < running)
+
+    def filled(self, running: int) -> Sizes:
+        """A rank's pools for `running` requests, with buffers and resident rows that take all memory."""
+        return self.sizes(running, self.host_pool_gib / self.ranks_per_host, fill_memory=True)
+
+    def running_with(self, buffer_size: int) -> int:
+        """The most requests of full length that have so many hot slots each, if the node chooses how many."""
+        most = range(1, self.running + 1)
+        return bisect_left(most, True, key=lambda running: self.buffer_of(running) < buffer_size)
+
+    def buffer_of(self, running: int) -> int:
+        return self.filled(running).config.device_buffer_size
+
+    def whole_of(self, running: int) -> int:
+        """Requests of full length that are whole in device memory while no others run, of a node that may run so
+        many."""
+        return self.filled(running).whole_requests
+
     def check(self) -> None:
         """Raises ProcessFailed if no request of full length fits both kinds of node, with the longest that does."""
         c = self.config
@@ -157,9 +202,12 @@ class NodeSizing:
     @cached_property
     def step(self) -> Works:
         """The work of a decode step with all requests running."""
+        return self._step_of(self.running, min(self.config.new_positions, self.config.context_length))
+
+    def _step_of(self, requests: int, missed: int) -> Works:
+        """The work of a decode step. missed: positions per request and layer."""
         c = self.config
-        missed = min(c.new_positions, c.context_length)
-        return work_of_step(self.model, self.running, c.context_length, missed, self.running * c.ranks)
+        return work_of_step(self.model, requests, c.context_length, missed, requests * c.ranks)
 
     def limit_ms(self, works: Works, part: StepPart) -> float:
         return sum(work.ms(self.config.link_gb_per_s) for work in works.get(part, ()))
@@ -170,13 +218,18 @@ class NodeSizing:
         return sum(self.limit_ms(self.step, part) for part in StepPart)
 
     @property
+    def whole_step_limit_ms(self) -> float:
+        """Likewise, for a step of `most_whole` requests, which swaps nothing in."""
+        return sum(self.limit_ms(self._step_of(self.most_whole, 0), part) for part in StepPart)
+
+    @property
     def step_ms(self) -> float:
         """What a step is expected to take."""
         return self.step_limit_ms * self.config.times_limit
 
-    def tokens_per_s(self, step_ms: float) -> float:
-        """Of the node."""
-        return self.config.ranks * self.running / step_ms * 1e3
+    def tokens_per_s(self, requests: int, step_ms: float) -> float:
+        """Of the node, with so many requests a rank."""
+        return self.config.ranks * requests / step_ms * 1e3
 
     @property
     def swapped_in_bytes(self) -> float:
@@ -217,9 +270,20 @@ def rows(config: SizingConfig) -> list[Row]:
     def in_all(requests: int) -> str:
         return f"{requests} a rank, {requests * c.ranks} in all"
 
-    def output(ms: float) -> str:
-        return f"{x.tokens_per_s(ms):,.0f} tokens/s, {1e3 / ms:.1f} a request"
+    def output(requests: int, ms: float) -> str:
+        return f"{x.tokens_per_s(requests, ms):,.0f} tokens/s, {1e3 / ms:.1f} a request"
 
+    slots, twice = "as given", ""
+    if c.device_buffer_size is None:
+        slots = "what device memory is left for"
+        larger, requests = 2 * x.buffer_size, x.running_with(2 * x.buffer_size)
+        twice = f"requests with {larger:,} each | with a `--max-running-requests` of {requests} | {in_all(requests)}\n"
+    whole_output = ""
+    if x.most_whole:
+        whole, whole_ms = x.most_whole * c.ranks, x.whole_step_limit_ms
+        whole_output = f"""\
+output at the limit with these | {whole} / {whole_ms:.1f} ms, nothing swapped in | {output(x.most_whole, whole_ms)}
+"""
     table = f"""\
 weights of a GPU, fp8 | what all ranks have, and 1/{c.ranks} of the routed experts | {gib(x.model.num_bytes)}
 pools of a GPU | {c.mem_fraction_static:g} x ({c.device_gib:g} GiB - weights) | {pool}
@@ -231,11 +295,17 @@ prefix caches' tables | {x.host_pool_gib:,} GiB
 the prefix caches' tables | {per_host} ranks | {gib(per_host * sizes.prefix_cache_bytes)}
 requests that host memory holds | {x.host_pool_gib:,} GiB / {per_host} / {context}, x {c.ranks} ranks | {in_all(x.held)}
 device memory of a running request | hot buffer, index keys, tables | {request}
-requests that device memory runs | {pool} / {request}, x {c.ranks} ranks | {in_all(x.fitting)}
+requests that device memory runs | {pool} / {request}, x {c.ranks} ranks: {x.buffer_size:,} hot slots each at least \
+| {in_all(x.fitting)}
 running requests (`--max-running-requests`) | the less of both | {in_all(x.running)}
+hot slots of each of these | {slots} | {x.buffer_of(x.running):,}
+{twice}\
+of these whole in device memory | while no others run | {in_all(x.whole_of(x.running))}
+requests that are all whole | with a `--max-running-requests` of {x.most_whole} | {in_all(x.most_whole)}
+{whole_output}\
 a decode step at the hardware's limit, ms | {parts} | {limit:.1f} ms
-output at the limit | {x.running * c.ranks} / {limit:.1f} ms | {output(limit)}
-output expected | a step takes {c.times_limit:g} times its limit: {step:.1f} ms | {output(step)}
+output at the limit | {x.running * c.ranks} / {limit:.1f} ms | {output(x.running, limit)}
+output expected | a step takes {c.times_limit:g} times its limit: {step:.1f} ms | {output(x.running, step)}
 read from a machine's host memory for that | {per_host} x {x.swapped_in_bytes / 1e6:,.0f} MB / {step:.1f} ms \
 | {read / step / 1e6:.0f} GB/s
 KV pool of a prefill node | {pool} / {x.token_bytes:,} B \
@@ -255,7 +325,8 @@ def commands(config: SizingConfig) -> list[str]:
     hosts = f" --nnodes {c.nnodes} --node-rank K --dist-init-addr HOST0:PORT" if c.nnodes > 1 else ""
     of_nodes = f"--gateway GATEWAY:8001 --device cuda --ranks {c.ranks}{hosts} --kv-cache-dtype {c.kv_cache_dtype}"
     of_nodes += f" --mem-fraction-static {c.mem_fraction_static:g} --chunked-prefill-size {c.chunked_prefill_size}"
-    tiers = f'{{"device_buffer_size": {x.buffer_size}, "host_pool_gib": {x.host_pool_gib}}}'
+    given = f'"device_buffer_size": {c.device_buffer_size}, ' if c.device_buffer_size else ""
+    tiers = f'{{{given}"host_pool_gib": {x.host_pool_gib}}}'
     return [
         _wrapped(f"hisparse-pd gateway {of_all} --host GATEWAY --api-key-file API_KEYS"),
         _wrapped(f"hisparse-pd prefill {of_all} --host PREFILL {of_nodes}{drafts}"),

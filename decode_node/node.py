@@ -3,6 +3,7 @@
 import time
 
 import structlog
+from prometheus_client import Counter, Gauge
 
 from base.phase import Phase
 from control.membership import Membership
@@ -25,7 +26,7 @@ from decode_node.scheduler import Scheduler
 from decode_node.verifier import ChecksumTask, Digesting, Verification
 from engine.device import DeviceFailed
 from hisparse.coordinator import HiSparseCoordinator
-from hisparse.swap_in import SwapInCounters
+from hisparse.filling import FillEnd
 from ranks.barrier import GroupFailed
 from ranks.group import Ranks
 from service.shell import NodeShell
@@ -62,9 +63,8 @@ class DecodeNode:
         self._coordinator = coordinator
         self._membership = membership
         self._ranks = ranks
-        self._filled = 0
-        self._exported = SwapInCounters(0, 0, 0, 0)
-        """The swap-in counters that /metrics has; only the thread that refreshes metrics uses it."""
+        self._exported: dict[Counter, int] = {}
+        """The counts that /metrics has; only the thread that refreshes metrics uses it."""
         self._violations = 0
         """Swap-in violations that the loop has handled."""
         self._housekeeping_at = 0.0
@@ -136,27 +136,26 @@ class DecodeNode:
         metrics.kv_tokens_outstanding.set(self._scheduler.outstanding_tokens)
         metrics.device_slots.labels("free").set(device.free_slots)
         metrics.device_slots.labels("used").set(device.used_slots)
-        rows, resident, filling = (
-            device.used_rows,
-            device.resident_rows,
-            self._coordinator.residents.filler.row is not None,
-        )
-        metrics.rows.labels("resident").set(resident)
-        metrics.rows.labels("filling").set(filling)
-        metrics.rows.labels("buffered").set(max(0, rows - resident - filling))
+        residents = self._coordinator.residents
+        _set_by_state(metrics.rows, device.used_rows, device.resident_rows, residents.filler.row is not None)
+        _set_by_state(metrics.hot_slots, device.used_slots, device.resident_slots, device.loose_slots)
         states = [request.state for request in list(self._scheduler.requests.values())]
         for state in RequestState:
             if state is not RequestState.FINISHED:
                 metrics.requests.labels(state.value).set(states.count(state))
-        now, before = self._coordinator.counters(), self._exported
-        metrics.swap_in_hits.inc(now.hits - before.hits)
-        metrics.swap_in_misses.inc(now.misses - before.misses)
-        metrics.swap_in_bytes.inc(now.bytes - before.bytes)
-        metrics.swap_in_violations.inc(now.violations - before.violations)
-        self._exported = now
-        filled = self._coordinator.residents.filler.copied_bytes
-        metrics.filled_bytes.inc(filled - self._filled)
-        self._filled = filled
+        swapped = self._coordinator.counters()
+        counts = {
+            metrics.swap_in_hits: swapped.hits,
+            metrics.swap_in_misses: swapped.misses,
+            metrics.swap_in_bytes: swapped.bytes,
+            metrics.swap_in_violations: swapped.violations,
+            metrics.filled_bytes: residents.filler.copied_bytes,
+            metrics.shrunk_rows: residents.shrunk,
+            **{metrics.fills.labels(end.value): residents.filler.ends[end] for end in FillEnd},
+        }
+        for counter, count in counts.items():
+            counter.inc(count - self._exported.get(counter, 0))
+        self._exported = counts
 
     def _patience(self) -> float:
         """How long the loop may wait for a message before its next turn."""
@@ -228,3 +227,9 @@ class DecodeNode:
             self._scheduler.end(request, "error", f"its tokens may be wrong (swap-in violations: {violations})")
         # So may the KV of those that ended since the last look.
         self._scheduler.forget_prefixes()
+
+
+def _set_by_state(gauge: Gauge, used: int, resident: int, filling: int) -> None:
+    """What is neither resident nor being filled is in hot buffers. The loop may have gone on between the counts."""
+    for state, count in (("resident", resident), ("filling", filling), ("buffered", used - resident - filling)):
+        gauge.labels(state).set(max(0, count))

@@ -224,8 +224,17 @@ class DeviceKVPool:
     @property
     def reclaimable_slots(self) -> int:
         """Hot slots that come back under pressure, from resident rows and from those that are being made resident."""
-        loose = sum(extent.length for taken in self._loose for extent in taken)
-        return (sum(map(self.spare, self._resident)) + loose) * self.hot_granule
+        return sum(map(self.spare, self._resident)) * self.hot_granule + self.loose_slots
+
+    @property
+    def loose_slots(self) -> int:
+        """Hot slots that were taken for rows that do not own them yet. Any thread may ask."""
+        return sum(extent.length for taken in list(self._loose) for extent in taken) * self.hot_granule
+
+    @property
+    def resident_slots(self) -> int:
+        """Hot slots that resident rows own. Any thread may ask."""
+        return sum(self._granules.counts.get(row, 0) for row in list(self._resident)) * self.hot_granule
 
     @property
     def free_granules(self) -> int:

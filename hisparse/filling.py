@@ -6,13 +6,15 @@ steps go on with the row's hot buffer, of which the fill touches nothing. States
 - *copying*: a part is on the copy stream, or the next one can be queued.
 - *caught up*: fewer than `_CATCH_UP` verified tokens are missing. They and the tokens of steps that were queued are
   copied between two steps, and the row gets the slots in place of its own.
-- *abandoned*: the row was freed, or its slots are needed. They are free when the part on the copy stream is over.
+- *abandoned*: see `FillEnd`. The slots are free when the part on the copy stream is over.
 
 A part is queued after the work that its slots' last owners gave the device, and the row gets the slots only when the
 host has seen the end of the last part. So slots change owners after the work of both streams.
 """
 
+from collections import Counter
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +30,20 @@ _PART_RUNS = 8
 _CATCH_UP = 64
 _LEAST_SLACK = 64
 """Tokens that a row may get while it is filled, and one more for each 128 that it has: the smallest parts have 512."""
+
+
+class FillEnd(Enum):
+    """How a fill ends: the row is resident, or the fill is abandoned, and why."""
+
+    RESIDENT = "resident"
+    OUTGROWN = "outgrown"
+    """The row got more tokens than the fill has slots for."""
+    RECLAIMED = "reclaimed"
+    """Another row needs the slots."""
+    LEFT = "left"
+    """The request ended, or was retracted."""
+    FAILED = "failed"
+    """A copy raised an error."""
 
 
 @dataclass(eq=False)
@@ -48,7 +64,7 @@ class _Fill:
 
 
 class RowFiller:
-    """Fills one row at a time. copied_bytes: what was copied so far."""
+    """Fills one row at a time. copied_bytes: what was copied so far. ends: how many fills ended how."""
 
     def __init__(self, backend: SwapInBackend, stream: CopyStream) -> None:
         self._backend = backend
@@ -58,6 +74,7 @@ class RowFiller:
         layout = backend.host.layout
         self._position_bytes = layout.num_layers * layout.item_bytes
         self.copied_bytes = 0
+        self.ends: Counter[FillEnd] = Counter()
 
     @property
     def is_idle(self) -> bool:
@@ -94,7 +111,7 @@ class RowFiller:
         if fill.is_copying:
             return False
         if reached > len(fill.slots):
-            self.abandon()
+            self.abandon(FillEnd.OUTGROWN)
             return False
         try:
             if fill.event is not None:
@@ -103,18 +120,20 @@ class RowFiller:
                 self._copy_part(fill, host_slots.slots()[fill.filled : num_tokens])
                 return False
         except Exception:
-            self.abandon()
+            self.abandon(FillEnd.FAILED)
             raise
         self._backend.catch_up(fill.row, fill.filled, fill.slots[fill.filled : reached])
         self._device.make_resident(fill.row, fill.granules)
         self._fill = None
+        self.ends[FillEnd.RESIDENT] += 1
         return True
 
-    def abandon(self) -> None:
+    def abandon(self, why: FillEnd) -> None:
         """Give the slots back, at once or when the part that is being copied is over: see `poll`."""
-        if self._fill is not None:
+        if self._fill is not None and not self._fill.abandoned:
             self._fill.abandoned = True
-            self.poll()
+            self.ends[why] += 1
+        self.poll()
 
     def poll(self) -> None:
         """Release the slots of an abandoned fill once nothing writes to them."""

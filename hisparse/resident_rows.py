@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import structlog
 
-from hisparse.filling import RowFiller
+from hisparse.filling import FillEnd, RowFiller
 from hisparse.running import RunningRequest
 from hisparse.staging import CopyStream
 from hisparse.swap_in import SwapInBackend
@@ -22,7 +22,7 @@ class ResidentRows:
 
     A resident row has a hot slot for every position. A row that ceases to be resident keeps those of its newest tokens,
     as many as a hot buffer has: so the fewest rows are affected, and none waits for the device. step: the number of the
-    last step that was begun.
+    last step that was begun. shrunk: rows that have ceased to be resident.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class ResidentRows:
         """running: the requests of the coordinator, at any time."""
         self.enabled = enabled
         self.filler = RowFiller(backend, copy_stream)
+        self.shrunk = 0
         self._device = backend.device
         self._residency = backend.residency
         self._running = running
@@ -68,13 +69,14 @@ class ResidentRows:
         self._keep_calm(step)
         largest = max(self._running, key=lambda request: self._device.spare(request.row), default=None)
         if largest is None or not self._device.spare(largest.row):
-            self.filler.abandon()
+            self.filler.abandon(FillEnd.RECLAIMED)
             return False
         self.make_long(largest)
         return True
 
     def make_long(self, request: RunningRequest) -> None:
         """Leave a resident row a hot buffer."""
+        self.shrunk += 1
         first = self._device.make_long(request.row, request.num_tokens)
         # What lies beyond is being computed, or was drafted.
         self._residency.reset_range(request.row, first, request.num_tokens)
@@ -82,7 +84,7 @@ class ResidentRows:
     def leave(self, row: int) -> None:
         """A row is about to be freed."""
         if self.filler.row == row:
-            self.filler.abandon()
+            self.filler.abandon(FillEnd.LEFT)
 
     def _start(self) -> None:
         """Begin to fill the shortest row that is worth it, if enough slots stay free for rows that grow and for the

@@ -12,6 +12,9 @@ from kvcache.block_cache import BLOCK_BYTES
 from kvcache.layout import KVLayout
 
 GIB = 2**30
+_FILLING = 2
+"""Hot buffers that have slots beside those of resident rows when one more becomes so: its own, and that of the next
+request (`hisparse.resident_rows`)."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,18 @@ class Sizes:
         size = self.config.device_buffer_size
         is_short = self.max_context - 1 + self.window <= size
         return self.whole_granules(self.max_context if is_short else size + self.window)
+
+    @property
+    def slots_of_whole(self) -> int:
+        """Hot slots of a resident request of `max_context` tokens."""
+        return self.whole_granules(self.max_context)
+
+    @property
+    def whole_requests(self) -> int:
+        """Requests of `max_context` tokens that are resident if no others run."""
+        least, whole = self.slots_per_request, self.slots_of_whole
+        spare = self.num_device_slots - (_FILLING * least if least < whole else 0)
+        return min(self.max_requests, max(0, spare) // whole)
 
     def whole_granules(self, slots: int) -> int:
         return -(-slots // self.granule) * self.granule
@@ -203,10 +218,9 @@ def _with_resident_rows(
     sizes: Sizes, available_device_bytes: int, max_device_slots: int | None, fill_memory: bool
 ) -> Sizes:
     """With the hot slots that are left, for requests that are resident."""
-    whole = sizes.whole_granules(sizes.max_context)
-    # The host pool has no more tokens than it has slots. While all requests are resident, one more becomes so.
-    all_whole = min(sizes.max_requests * whole, sizes.num_host_slots + sizes.max_requests * sizes.granule)
-    most = all_whole + 2 * sizes.slots_per_request
+    # The host pool has no more tokens than it has slots.
+    in_host = sizes.num_host_slots + sizes.max_requests * sizes.granule
+    most = min(sizes.max_requests * sizes.slots_of_whole, in_host) + _FILLING * sizes.slots_per_request
     if max_device_slots is not None:
         most = min(most, max_device_slots)
     elif not fill_memory:

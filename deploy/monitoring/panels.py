@@ -236,6 +236,35 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Each is a bug, and may have been a wrong token.",
         ),
     ),
+    "Requests in HBM": (
+        Panel(
+            "Running requests by where their items are",
+            "short",
+            {"{{state}}": f"sum by (state) (hisparse_pd_rows{DECODE})"},
+            "resident: all in HBM. filling: on the way there. buffered: in a hot buffer, and the rest in host memory.",
+            stacked=True,
+        ),
+        Panel(
+            "Hot slots by where the items of their request are",
+            "short",
+            {"{{state}}": f"sum by (state) (hisparse_pd_hot_slots{DECODE})"},
+            "filling: what copies were given.",
+            stacked=True,
+        ),
+        Panel(
+            "Copied to make requests resident", "Bps", {"{{instance}}": rate("hisparse_pd_filled_bytes_total", DECODE)}
+        ),
+        Panel(
+            "Requests that become resident, and that cease to be",
+            "short",
+            {
+                "fill ends: {{end}}": rate("hisparse_pd_fills_total", DECODE, "end"),
+                "slots given back": f"sum(rate(hisparse_pd_shrunk_rows_total{DECODE}{RATE}))",
+            },
+            "Per second. left: the request ended or was retracted. reclaimed: others needed the slots. outgrown: it "
+            "generates faster than the copy goes.",
+        ),
+    ),
     "Transfer": (
         Panel("Written to decode nodes", "Bps", {"{{instance}}": rate("hisparse_pd_transfer_bytes_total", PREFILL)}),
         Panel(

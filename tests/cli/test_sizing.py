@@ -22,12 +22,12 @@ BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
 @pytest.fixture(scope="module")
 def deepseek() -> NodeSizing:
-    return NodeSizing(SizingConfig(shape="deepseek-v3.2", speculative_num_steps="0"))
+    return NodeSizing(SizingConfig(shape="deepseek-v3.2", speculative_num_steps="0", device_buffer_size=4096))
 
 
 @pytest.fixture(scope="module")
 def glm() -> NodeSizing:
-    return NodeSizing(SizingConfig(shape="glm-5.2", speculative_num_steps="0"))
+    return NodeSizing(SizingConfig(shape="glm-5.2", speculative_num_steps="0", device_buffer_size=4096))
 
 
 def published_weights(
@@ -89,6 +89,21 @@ def test_requests_that_run(deepseek: NodeSizing, glm: NodeSizing) -> None:
         assert sizes.num_host_slots >= x.running * CONTEXT, "and its KV in host memory"
 
 
+def test_requests_that_are_whole(deepseek: NodeSizing, glm: NodeSizing) -> None:
+    """Two buffers stay free of them; keys and tables are those of all that the node may run."""
+
+    def whole(x: NodeSizing, layers: int, index_layers: int, running: int) -> int:
+        others = device_bytes(x, layers, index_layers, running) - running * 4112 * layers * 656
+        return int((x.pool_bytes - others) // (layers * 656) - 2 * 4112) // CONTEXT
+
+    for x, layers, index_layers in ((deepseek, 61, 61), (glm, 78, 21)):
+        assert 0 < x.whole_of(x.running) == whole(x, layers, index_layers, x.running) < x.most_whole < x.running
+        assert whole(x, layers, index_layers, x.most_whole) >= x.most_whole
+        assert whole(x, layers, index_layers, x.most_whole + 1) < x.most_whole + 1
+        swapping = sum(work.ms(55.0) for work in x.step["swap-in"])
+        assert x.whole_step_limit_ms < x.step_limit_ms - swapping
+
+
 def test_steps_and_tokens(deepseek: NodeSizing) -> None:
     """DeepSeek-V3.2's, part by part: the limits of memory or tensor cores, whichever is larger."""
     x, n = deepseek, deepseek.running
@@ -103,7 +118,7 @@ def test_steps_and_tokens(deepseek: NodeSizing) -> None:
     assert part["experts"] == pytest.approx(58 * 33 * 3 * 7168 * 2048 / HBM, rel=0.01)
     assert x.step_limit_ms == pytest.approx(sum(part.values()))
     assert x.step_ms == pytest.approx(1.8 * x.step_limit_ms)
-    assert x.tokens_per_s(x.step_ms) == pytest.approx(8 * n / x.step_ms * 1000)
+    assert x.tokens_per_s(n, x.step_ms) == pytest.approx(8 * n / x.step_ms * 1000)
     assert x.swapped_in_bytes == 61 * n * NEW * 656
 
 

@@ -283,6 +283,31 @@ def test_what_a_node_owes_and_what_it_cannot_use_are_exported(running: Running) 
     until(lambda: value("quarantine_seconds") == 0)
 
 
+def test_rows_and_their_hot_slots_are_exported_by_state() -> None:
+    h = World(device_slots=180)
+    node = node_of(h, Shell(h.control, h.metrics))
+
+    def exported(name: str) -> dict[str, float]:
+        node.refresh_metrics()
+        samples = [sample for family in h.metrics.registry.collect() for sample in family.samples]
+        return {"".join(s.labels.values()): s.value for s in samples if s.name == f"hisparse_pd_{name}" and s.value}
+
+    h.ask("long", prompt=(1,) * 91, tokens=60)
+    while not exported("rows"):
+        h.turn()
+    whole = 90 + 64
+    assert (exported("rows"), exported("hot_slots")) == ({"filling": 1}, {"filling": whole, "buffered": HOT + 1})
+    while "filling" in exported("rows"):
+        h.turn()
+    assert (exported("rows"), exported("hot_slots")) == ({"resident": 1}, {"resident": whole})
+    assert (exported("fills_total"), exported("shrunk_rows_total")) == ({"resident": 1}, {})
+    for name in range(10):
+        h.ask(f"{name}", prompt=(1,) * 20)
+    h.run()
+    assert (exported("rows"), exported("hot_slots")) == ({}, {})
+    assert (exported("fills_total"), exported("shrunk_rows_total")) == ({"resident": 1}, {"": 1})
+
+
 def test_what_decoded_during_a_swap_in_violation_ends_with_an_error(running: Running) -> None:
     model = running.harness.model
     model.step_s, model.violates_at = 0.01, 20

@@ -28,9 +28,10 @@ def plan(
     window: int = 1,
     running: int = 16,
     fill_memory: bool = False,
+    top_k: int = 256,
 ) -> Sizes:
     return plan_sizes(
-        parse_config(text, model_top_k=256),
+        parse_config(text, model_top_k=top_k),
         LAYOUT,
         max_running_requests=running,
         context_length=context,
@@ -144,11 +145,11 @@ def test_buffers_are_the_largest_that_all_requests_can_have(
     if size == 512:
         assert sizes.asked_device_slots == least.asked_device_slots
     else:
-        assert sizes.num_device_slots >= running * (size + window)
+        assert sizes.num_device_slots >= running * sizes.slots_per_request >= running * min(size + window, context)
     if size + 64 <= most and running * (size + 64 + window + 8) <= (max_slots or math.inf):
         given_size = pool + f', "device_buffer_size": {size + 64}}}'
         larger = plan(given_size, **options)
-        assert larger.num_device_slots < running * (size + 64 + window), "one step more does not fit"
+        assert larger.num_device_slots < running * larger.slots_per_request, "one step more does not fit"
 
 
 def test_a_buffer_that_is_given_stays_as_it_is() -> None:
@@ -190,3 +191,28 @@ def test_device_slots_can_be_limited() -> None:
     sizes = plan('{"host_pool_gib": 1}', max_device_slots=2000)
     assert sizes.num_device_slots == 2000
     assert any("max-device-slots" in line for line in describe(sizes))
+
+
+@pytest.mark.parametrize(("slots", "whole"), [(1513, 0), (1514, 1), (2513, 1), (2514, 2)])
+def test_as_many_requests_become_resident_as_sizing_says(slots: int, whole: int) -> None:
+    """Of 1,000 tokens, beside two buffers of 257."""
+    sizes = plan('{"device_buffer_size": 256, "host_pool_gib": 0.05}', top_k=64, context=1000, max_device_slots=slots)
+    assert sizes.whole_requests == whole
+    coordinator = build_tiers(sizes, torch.device("cpu"))
+    resident = []
+    for number in range(whole + 1):
+        host_slots = coordinator.host.allocate(990)
+        assert host_slots is not None
+        assert coordinator.admit_request_direct(f"{number}", host_slots, 990)
+        coordinator.fill_rows()
+        while not coordinator.residents.filler.is_idle:
+            coordinator.fill_rows()
+        resident.append(coordinator.device.resident_rows)
+    assert resident[:-1] == list(range(1, whole + 1))
+    assert resident[-1] <= whole
+    coordinator.close()
+
+
+def test_requests_that_fit_their_buffers_are_all_whole() -> None:
+    sizes = plan('{"host_pool_gib": 1}', context=500)
+    assert sizes.whole_requests == sizes.max_requests

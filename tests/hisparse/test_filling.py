@@ -10,7 +10,7 @@ import pytest
 
 from hisparse import device_pool, filling, resident_rows
 from hisparse.device_pool import DeviceKVPool
-from hisparse.filling import RowFiller
+from hisparse.filling import FillEnd, RowFiller
 from tests.hisparse.test_coordinator import Walk
 from tests.hisparse.tiers_harness import CONTEXT, HOT, LAYOUT, Tiers, tiers
 
@@ -174,6 +174,7 @@ def test_after_a_row_outgrew_its_fill_none_begins_for_a_while(monkeypatch: pytes
         assert t.coordinator.residents.filler.row == t.coordinator.row("r"), "its first part is being copied"
         stream.run()
         t.coordinator.fill_rows()
+        assert t.coordinator.residents.filler.ends == {FillEnd.OUTGROWN: 1}
         for _ in range(CALM):
             assert t.coordinator.residents.filler.is_idle
             t.step(["r"], rng)
@@ -190,8 +191,11 @@ def test_a_row_that_is_about_to_end_is_not_filled(more: int, monkeypatch: pytest
         assert t.coordinator.residents.filler.is_idle == (2 * more < 20)
 
 
-@pytest.mark.parametrize("why", ["finished", "retracted", "short of slots"])
-def test_slots_of_a_fill_are_free_only_after_its_copy(why: str) -> None:
+@pytest.mark.parametrize(
+    ("why", "end"),
+    [("finished", FillEnd.LEFT), ("retracted", FillEnd.LEFT), ("short of slots", FillEnd.RECLAIMED)],
+)
+def test_slots_of_a_fill_are_free_only_after_its_copy(why: str, end: FillEnd) -> None:
     with held_tiers() as (t, stream):
         assert t.admit("r", seed=1, num_tokens=20)
         free = t.device.free_slots
@@ -204,6 +208,8 @@ def test_slots_of_a_fill_are_free_only_after_its_copy(why: str) -> None:
             t.host.release(t.coordinator.retract_request("r"))
         else:
             assert not t.reclaim()
+            assert not t.reclaim(), "what is abandoned is counted once"
+        assert t.coordinator.residents.filler.ends == {end: 1}
         t.coordinator.check_integrity()
         assert t.coordinator.residents.filler.row is None
         of_row = HOT + 1 if why == "short of slots" else 0
@@ -227,6 +233,7 @@ def test_a_copy_that_fails_costs_the_row_nothing() -> None:
         copy.result = fail  # type: ignore[method-assign]
         t.coordinator.fill_rows()
         assert t.coordinator.residents.filler.is_idle
+        assert t.coordinator.residents.filler.ends == {FillEnd.FAILED: 1}
         t.step(["r"], random.Random(0))
         t.coordinator.request_finished("r")
         assert t.coordinator.is_idle()
