@@ -15,6 +15,7 @@ import pytest
 
 from base.errors import StartupError
 from control.messages import Output
+from gateway import decode_client, registry
 from gateway.errors import ApiError
 from tests.gateway.nodes import FakeDecodeNode, wait_until
 from tests.gateway.world import LONG_CONTEXT, MODEL, RunningGateway, World, held_answers, write_checkpoint
@@ -33,6 +34,13 @@ HOSTILE: dict[str, dict[str, Any]] = {
     },
     "/v1/responses": {"input": "a", "top_logprobs": 20},
 }
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decode node is in the gateway's process, and says nothing while a large answer is made."""
+    for module in (decode_client, registry):
+        monkeypatch.setattr(module, "SILENT_AFTER_S", 60.0)
 
 
 class SlowestCallback:

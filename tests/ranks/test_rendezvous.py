@@ -200,7 +200,9 @@ def test_a_rank_that_ends_while_the_group_starts_ends_the_others(
     with forked(2, tmp_path, body, hosts=2) as ranks:
         assert [ranks.wait(rank) for rank in range(2)] == [1, 3]
         assert ranks.status.reported(0) == ("rank 1 ended while the group started", 1)
-        assert ranks.status.reported(1) == ("rank 1 on host 1 closed its connection", 1)
+        # Reset, if what the other side had sent was not read yet.
+        ends = ("closed its connection", "lost its connection (Connection reset by peer)")
+        assert ranks.status.reported(1) in [(f"rank 1 on host 1 {end}", 1) for end in ends]
 
 
 def test_hosts_that_have_other_keys_do_not_meet(tmp_path: Path) -> None:
