@@ -18,7 +18,7 @@ from gateway.requests.body import RequestBody
 from gateway.requests.chat import ChatCompletionRequest
 from gateway.requests.completions import CompletionRequest
 from gateway.requests.messages import CountTokensRequest, MessagesRequest
-from gateway.requests.responses import ResponsesRequest
+from gateway.requests.responses import ResponseCreate, ResponsesRequest
 from gateway.requests.tokens import DetokenizeRequest, TokenizeRequest
 from service.status import Health, Ready, Version
 
@@ -61,11 +61,12 @@ class Computes(Endpoint):
 
 @dataclass(frozen=True)
 class Generates(Endpoint):
-    """POST. id_prefix: what ids of answers begin with."""
+    """POST. id_prefix: what ids of answers begin with. message: of its WebSocket, if it has one."""
 
     body: type[GenerationBody]
     renderer: type[StreamedAnswer]
     id_prefix: str
+    message: type[ResponseCreate] | None = None
 
 
 ENDPOINTS: tuple[Endpoint, ...] = (
@@ -86,6 +87,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ResponsesRequest,
         ResponseAnswer,
         "resp_",
+        ResponseCreate,
     ),
     Computes(
         "/v1/responses/input_tokens",

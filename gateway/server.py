@@ -7,7 +7,9 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import WebSocketRoute
 from starlette.types import Scope
+from starlette.websockets import WebSocket
 
 from gateway.admission import RequestBytes
 from gateway.attempt import DeltaSink
@@ -16,14 +18,18 @@ from gateway.endpoints import ENDPOINTS, Computes, Generates, Reads
 from gateway.errors import ApiError
 from gateway.openapi import document
 from gateway.streaming import CLIENT_LEFT, EventStream, WholeAnswer, unless_client_leaves
+from gateway.websocket import OpenSockets, ResponseSocket, Turn
 
 
 class ApiServer:
     """Answers the API's routes. `rejection_reason` returns why no request can be taken now, or None."""
 
-    def __init__(self, completer: Completer, rejection_reason: Callable[[], ApiError | None]) -> None:
+    def __init__(
+        self, completer: Completer, rejection_reason: Callable[[], ApiError | None], sockets: OpenSockets
+    ) -> None:
         self._completer = completer
         self._rejection_reason = rejection_reason
+        self._sockets = sockets
         self._document = document()
 
     def app(self) -> FastAPI:
@@ -40,6 +46,8 @@ class ApiServer:
                     app.add_api_route(path, partial(self._compute, endpoint), methods=["POST"])
                 case Generates():
                     app.add_api_route(path, partial(self._answer, endpoint), methods=["POST"])
+                    if endpoint.message is not None:
+                        app.router.routes.append(WebSocketRoute(path, self._converse))
         return app
 
     async def _openapi(self, request: Request) -> Response:
@@ -53,6 +61,9 @@ class ApiServer:
         body = await http.body()
         return JSONResponse(await completer.read(body, endpoint.body, lambda parsed: render(parsed, completer)))
 
+    async def _converse(self, websocket: WebSocket) -> None:
+        await ResponseSocket(websocket, self._sockets).serve()
+
     async def _answer(self, endpoint: Generates, http: Request) -> Response:
         work = self._generate(endpoint, await http.body(), http.scope)
         return await unless_client_leaves(http.receive, work) or Response(status_code=CLIENT_LEFT)
@@ -63,8 +74,14 @@ class ApiServer:
         counted: RequestBytes = scope["counted"]
         held, access = counted.answers, scope["access"]
         access.span.record("receive", access.started)
+        turn: Turn | None = scope.get("turn")
+        if turn is not None and endpoint.message is not None:
+            body = await completer.read(body, endpoint.message, turn.body)
+            counted.arrived(len(body))
         prepared = await completer.prepare(body, endpoint.body, endpoint.id_prefix, use.client, access.span)
         access.prepared = prepared
+        if turn is not None:
+            turn.response_id = prepared.request_id
         use.prompt(prepared.prompt_tokens)
         counted.prompt(prepared.prompt_tokens)
         if reason := self._rejection_reason():

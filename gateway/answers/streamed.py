@@ -123,7 +123,7 @@ class StreamedAnswer(ABC):
         return b"event: %b\n%b" % (str(event["type"]).encode(), data) if self.named else data
 
 
-def encode_json(document: Json) -> bytes:
+def encode_json(document: Json | Sequence[object]) -> bytes:
     """JSON. Columns in a document are its lists."""
     try:
         return orjson.dumps(document, default=lambda column: orjson.Fragment(_json_of(column)))

@@ -6,7 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from gateway.requests.body import OF_STREAMS, TEXT_OR_OTHER, FieldPolicy, JsonObject, Piece, TextOr, kinds
+from gateway.errors import shown
+from gateway.requests.body import OF_STREAMS, TEXT_OR_OTHER, FieldPolicy, JsonObject, Piece, RequestBody, TextOr, kinds
 from gateway.requests.chat import MAX_TOOLS, CallId, ConvertedRequest, ToolName, chat_call
 from gateway.requests.generation import StreamOptions
 
@@ -173,7 +174,7 @@ class ResponsesRequest(ConvertedRequest):
         "reasoning_effort": "reasoning.effort",
         "response_format": "text.format",
     }
-    neutral: ClassVar = {"context_management": ([],), "moderation": (), "prompt": ()}
+    neutral: ClassVar = {"context_management": ([],), "generate": (True,), "moderation": (), "prompt": ()}
 
     input: TextOr[InputItem]
     instructions: str | None = None
@@ -203,9 +204,18 @@ class ResponsesRequest(ConvertedRequest):
     prompt_cache_key: str | None = None
 
     @model_validator(mode="after")
-    def _input_is_not_empty(self) -> "ResponsesRequest":
+    def _input_is_complete(self) -> "ResponsesRequest":
         if not self.input:
             raise PydanticCustomError("input", "input: expected text or at least one item, found nothing")
+        called: set[str] = set()
+        for item in self.input:
+            if isinstance(item, FunctionCall):
+                called.add(item.call_id)
+            elif isinstance(item, FunctionCallOutput) and item.call_id not in called:
+                found = {"found": shown(item.call_id)}
+                raise PydanticCustomError(
+                    "call_id", "input: No tool call found for function call output {found}", found
+                )
         return self
 
     def check_fields(self, policy: FieldPolicy) -> None:
@@ -253,6 +263,27 @@ class ResponsesRequest(ConvertedRequest):
             # As vLLM does: of a prompt that is too long, the end is kept.
             "truncate_prompt_tokens": -1 if self.truncation == "auto" else None,
         }
+
+
+class ResponseCreate(RequestBody):
+    """A message to the WebSocket of /v1/responses. What else it has is the body of a POST, and checked as such."""
+
+    type: Literal["response.create"]
+    input: TextOr[Any] = ""
+    previous_response_id: str | None = None
+    stream: Literal[True] | None = None
+
+    def check_fields(self, policy: FieldPolicy) -> None:
+        """The POST does that."""
+
+    @property
+    def items(self) -> list[Any]:
+        return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """The fields of the POST other than `input` and `stream`."""
+        return self.model_extra or {}
 
 
 def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
