@@ -12,6 +12,7 @@ from starlette.types import Scope
 from starlette.websockets import WebSocket
 
 from gateway.admission import RequestBytes
+from gateway.answers.streamed import StreamedAnswer
 from gateway.attempt import DeltaSink
 from gateway.completer import Completer
 from gateway.endpoints import ENDPOINTS, Computes, Generates, Reads
@@ -89,6 +90,7 @@ class ApiServer:
         answer = endpoint.renderer(prepared, completer.model, completer.tokenizer, held)
         if not prepared.request.stream:
             return WholeAnswer(await completer.whole(prepared, answer, held), prepared.request_id, held)
+        assert isinstance(answer, StreamedAnswer)
         sink = DeltaSink()
         deltas = completer.deltas(prepared, held, sink)
         return EventStream(answer, prepared.request_id, await anext(deltas), deltas, sink)

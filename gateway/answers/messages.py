@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from gateway.answers.blocks import Block, BlockAnswer, Change
+from gateway.answers.blocks import Block, Change, StreamedBlocks
 from gateway.answers.streamed import Json
 from gateway.attempt import Delta
 from gateway.errors import ApiError
@@ -69,7 +69,7 @@ class Message(Ending):
     usage: MessageUsage
 
 
-class MessageAnswer(BlockAnswer):
+class MessageAnswer(StreamedBlocks):
     """Blocks of thinking, text and calls."""
 
     def __post_init__(self) -> None:
