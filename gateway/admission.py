@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from prometheus_client import Counter
 from starlette.requests import HTTPConnection, Request
@@ -97,8 +96,10 @@ class Admission:
         try:
             client = self._let_in(HTTPConnection(scope))
             if scope["type"] == "websocket":
-                counted.close()
-                await self._app({**scope, "key": client.key, "account": partial(RequestBytes, self)}, receive, send)
+                try:
+                    await self._app({**scope, "key": client.key, "counted": counted}, receive, send)
+                finally:
+                    counted.close()
                 return
             use = self._admit(client, Request(scope), counted)
         except ApiError as error:

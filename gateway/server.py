@@ -9,7 +9,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import WebSocketRoute
 from starlette.types import Scope
-from starlette.websockets import WebSocket
 
 from gateway.admission import RequestBytes
 from gateway.answers.streamed import StreamedAnswer
@@ -19,7 +18,7 @@ from gateway.endpoints import ENDPOINTS, Computes, Generates, Reads
 from gateway.errors import ApiError
 from gateway.openapi import document
 from gateway.streaming import CLIENT_LEFT, EventStream, WholeAnswer, unless_client_leaves
-from gateway.websocket import OpenSockets, ResponseSocket, Turn
+from gateway.websocket import OpenSockets, Turn
 
 
 class ApiServer:
@@ -48,7 +47,7 @@ class ApiServer:
                 case Generates():
                     app.add_api_route(path, partial(self._answer, endpoint), methods=["POST"])
                     if endpoint.message is not None:
-                        app.router.routes.append(WebSocketRoute(path, self._converse))
+                        app.router.routes.append(WebSocketRoute(path, self._sockets.serve))
         return app
 
     async def _openapi(self, request: Request) -> Response:
@@ -61,9 +60,6 @@ class ApiServer:
         completer, render = self._completer, endpoint.render
         body = await http.body()
         return JSONResponse(await completer.read(body, endpoint.body, lambda parsed: render(parsed, completer)))
-
-    async def _converse(self, websocket: WebSocket) -> None:
-        await ResponseSocket(websocket, self._sockets).serve()
 
     async def _answer(self, endpoint: Generates, http: Request) -> Response:
         work = self._generate(endpoint, await http.body(), http.scope)

@@ -8,7 +8,6 @@ import asyncio
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import orjson
 from starlette.types import Message
@@ -16,15 +15,13 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from gateway.admission import RequestBytes
 from gateway.answers.streamed import encode_json
-from gateway.errors import ApiError, shown
+from gateway.errors import ApiError, ErrorDetail, shown
 from gateway.held_answers import HeldAnswers, HeldBytes
 from gateway.requests.responses import ResponseCreate
 from service.websocket import GuardedWebSocket
 
 MAX_AGE_S = 3600.0
 """After which a connection closes, as Open Responses has it."""
-_MOST_WAITING = 16
-"""Messages that may wait while another one is answered."""
 _OWN_HEADERS = (b"content-type", b"content-length", b"x-request-id")
 """Those of the handshake that a turn does not have."""
 _DONE = (b"event: response.completed\n", b"event: response.incomplete\n")
@@ -46,11 +43,11 @@ class Conversation:
 class Turn:
     """One message, as the POST that it becomes. The scope of that has it as "turn"."""
 
-    def __init__(self, websocket: WebSocket, message: bytes, left: asyncio.Event, earlier: Conversation | None) -> None:
-        """left: set once the client has left. earlier: what the message may continue."""
+    def __init__(self, websocket: WebSocket, message: bytes, earlier: Conversation | None) -> None:
+        """earlier: what the message may continue."""
         self._websocket = websocket
+        self._left: asyncio.Event = websocket.scope["socket"].left
         self._unread: bytes | None = message
-        self._left = left
         self._earlier = earlier
         self.response_id = ""
         self.continues = False
@@ -121,108 +118,73 @@ class OpenSockets:
     def __init__(self, most: int, conversations: HeldAnswers) -> None:
         self._most = most
         self.conversations = conversations
-        self._open: set[ResponseSocket] = set()
+        self._clients: dict[GuardedWebSocket, bytes] = {}
 
-    def add(self, socket: "ResponseSocket") -> None:
-        self._open.add(socket)
-        if len(self._open) > self._most:
-            counts = Counter(each.client for each in self._open)
-            idle = [each for each in self._open if each.idle]
-            given_up = max(idle, key=lambda each: (counts[each.client], -each.idle_since), default=socket)
-            self.discard(given_up)
-            given_up.connection.fail("too_many_websockets", 1013, "this gateway has as many WebSockets as it may")
+    async def serve(self, websocket: WebSocket) -> None:
+        """Answer the messages of one until its client leaves, or it is too old."""
+        connection: GuardedWebSocket = websocket.scope["socket"]
+        counted: RequestBytes = websocket.scope["counted"]
+        socket = ResponseSocket(websocket, self.conversations)
 
-    def discard(self, socket: "ResponseSocket") -> None:
-        self._open.discard(socket)
+        def takes(size: int) -> bool:
+            counted.close()
+            try:
+                counted.body(size)
+            except ApiError:
+                return False
+            return True
+
+        connection.takes = takes
+        await websocket.accept()
+        self._clients[connection] = websocket.scope["key"]
+        self._make_room()
+        try:
+            await socket.answer()
+        except WebSocketDisconnect:
+            # The client left while it was told something.
+            pass
+        finally:
+            self._clients.pop(connection, None)
+            socket.forget()
+
+    def _make_room(self) -> None:
+        if len(self._clients) <= self._most:
+            return
+        counts = Counter(self._clients.values())
+        idle = [each for each in self._clients if not each.busy]
+        given_up = max(idle, key=lambda each: (counts[self._clients[each]], -each.idle_since))
+        del self._clients[given_up]
+        given_up.fail("too_many_websockets", 1013, "this gateway has as many WebSockets as it may")
 
 
 class ResponseSocket:
     """One WebSocket, and the conversation that it keeps."""
 
-    def __init__(self, websocket: WebSocket, sockets: OpenSockets) -> None:
-        scope = websocket.scope
-        self.client: bytes = scope["key"]
-        self.connection: GuardedWebSocket = scope["socket"]
-        self.idle = True
-        self.idle_since = time.monotonic()
+    def __init__(self, websocket: WebSocket, conversations: HeldAnswers) -> None:
         self._websocket = websocket
-        self._sockets = sockets
-        self._left = asyncio.Event()
-        self._messages: asyncio.Queue[tuple[bytes, RequestBytes] | None] = asyncio.Queue()
-        """The last one is None."""
-        self._arriving: RequestBytes = scope["account"]()
+        self._left: asyncio.Event = websocket.scope["socket"].left
+        self._conversations = conversations
         self._conversation: Conversation | None = None
         self._kept: HeldBytes | None = None
         """What the conversation counts."""
         self._turns = 0
 
-    async def serve(self) -> None:
-        """Answer messages until the client leaves, or the connection is too old."""
-        self.connection.takes = self._takes
-        await self._websocket.accept()
-        self._sockets.add(self)
-        reading = asyncio.create_task(self._read())
-        try:
-            await self._answer()
-        except WebSocketDisconnect:
-            # The client left while it was told something.
-            pass
-        finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-            self._sockets.discard(self)
-            self._forget()
-            self._arriving.close()
-            while not self._messages.empty():
-                if (waiting := self._messages.get_nowait()) is not None:
-                    waiting[1].close()
-
-    async def _read(self) -> None:
-        """Queue messages, also while one is answered: so a client that leaves is noticed."""
-        while (event := await self._websocket.receive())["type"] == "websocket.receive":
-            message: bytes = event["bytes"]
-            if not self._takes(len(message)):
-                self.connection.fail(None, 1013, "too many bytes of requests are held: try again later")
-            elif self._messages.qsize() >= _MOST_WAITING:
-                self.connection.fail("too_many_messages", 1008, "too many messages wait: wait for their responses")
-            else:
-                self._messages.put_nowait((message, self._arriving))
-                self._arriving = self._websocket.scope["account"]()
-        self._left.set()
-        self._messages.put_nowait(None)
-
-    def _takes(self, size: int) -> bool:
-        """Whether there is room for so many bytes of the message that arrives."""
-        try:
-            self._arriving.body(size)
-        except ApiError:
-            return False
-        return True
-
-    async def _answer(self) -> None:
+    async def answer(self) -> None:
         ends = time.monotonic() + MAX_AGE_S
         while True:
             try:
                 async with asyncio.timeout(ends - time.monotonic()):
-                    waiting = await self._messages.get()
+                    event = await self._websocket.receive()
             except TimeoutError:
                 text = "the connection is as old as it may become: open another one"
-                error = {"type": "invalid_request_error", "code": "websocket_connection_limit_reached", "message": text}
-                await self._websocket.send_text(error_event(400, error).decode())
+                error = ApiError(400, text, code="websocket_connection_limit_reached")
+                await self._websocket.send_text(error_event(error.status, error.body()["error"]).decode())
                 await self._websocket.close()
                 return
-            if waiting is None:
+            if event["type"] == "websocket.disconnect" or self._left.is_set():
                 return
-            message, counted = waiting
-            # From here on it counts as a body.
-            counted.close()
-            if self._left.is_set():
-                return
-            self.idle, self.connection.busy = False, True
-            turn = await self._turn(message)
-            self.idle, self.connection.busy = True, False
-            self.idle_since = time.monotonic()
-            if turn.closes or self.connection.stopping:
+            turn = await self._turn(event["bytes"])
+            if turn.closes:
                 await self._websocket.close(1012)
                 return
 
@@ -236,33 +198,33 @@ class ResponseSocket:
             b"%b-%d" % (scope["access"].http_request_id.encode(), self._turns),
         )
         post = {**scope, "type": "http", "method": "POST", "headers": [*headers, *zip(_OWN_HEADERS, own, strict=True)]}
-        turn = Turn(self._websocket, message, self._left, self._conversation)
+        turn = Turn(self._websocket, message, self._conversation)
         await scope["served_by"]({**post, "turn": turn}, turn.receive, turn.send)
         if (conversation := turn.conversation) is not None:
             self._keep(conversation)
         elif turn.continues:
-            self._forget()
+            self.forget()
         return turn
 
     def _keep(self, conversation: Conversation) -> None:
         """Keep it instead of the last one, if it is not too large."""
-        self._forget()
-        kept = self._sockets.conversations.account()
+        self.forget()
+        kept = self._conversations.account()
         try:
             kept.take(len(conversation.items) + len(conversation.done))
         except ApiError:
             kept.close()
         else:
             self._conversation, self._kept = conversation, kept
-            kept.abort = self._forget
+            kept.abort = self.forget
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         if self._kept is not None:
             self._kept.close()
         self._conversation = self._kept = None
 
 
-def error_event(status: int, error: dict[str, Any]) -> bytes:
+def error_event(status: int, error: ErrorDetail) -> bytes:
     """The event of an error. Its code is never missing here."""
     return encode_json({"type": "error", "status": status, "error": {**error, "code": error["code"] or error["type"]}})
 

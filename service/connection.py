@@ -124,7 +124,34 @@ class _Parser(h11.Connection):
         return event
 
 
-class GuardedConnection(H11Protocol):
+class ReaderDeadline:
+    """What connections of both kinds have: a deadline for the client to read, and a count of refusals by reason."""
+
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    _limits: ConnectionLimits
+    _refused: Counter
+    _reader_timer: asyncio.TimerHandle | None = None
+
+    def _expect_reader(self) -> None:
+        """Start the deadline for the client to read what is written: a connection closes only after that."""
+        if self._reader_timer is None:
+            self._reader_timer = self.loop.call_later(self._limits.reader_timeout, self._give_up_on_reader)
+
+    def _reader_caught_up(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
+
+    def _give_up_on_reader(self) -> None:
+        self._count("reader_timeout")
+        self.transport.abort()
+
+    def _count(self, reason: str) -> None:
+        self._refused.labels(reason=reason).inc()
+
+
+class GuardedConnection(ReaderDeadline, H11Protocol):
     """uvicorn's HTTP/1.1 protocol on h11, with the deadlines that uvicorn lacks.
 
     Between two requests uvicorn's own keep-alive time applies. refused: counts refusals by reason. closed: called once
@@ -157,7 +184,6 @@ class GuardedConnection(H11Protocol):
         self._unwanted = 0
         """Bytes received of a body whose request is already answered."""
         self._request_timer: asyncio.TimerHandle | None = None
-        self._reader_timer: asyncio.TimerHandle | None = None
 
     async def _served_by(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, which gets a ChunkWriter that opens when the answer turns out to have chunks."""
@@ -286,23 +312,6 @@ class GuardedConnection(H11Protocol):
         for event in (head, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
 
-    def _expect_reader(self) -> None:
-        """Start the deadline for the client to read what is written: a connection closes only after that."""
-        if self._reader_timer is None:
-            self._reader_timer = self.loop.call_later(self._limits.reader_timeout, self._give_up_on_reader)
-
-    def _reader_caught_up(self) -> None:
-        if self._reader_timer is not None:
-            self._reader_timer.cancel()
-            self._reader_timer = None
-
-    def _give_up_on_reader(self) -> None:
-        self._count("reader_timeout")
-        self.transport.abort()
-
     def _close(self) -> None:
         self.transport.close()
         self._expect_reader()
-
-    def _count(self, reason: str) -> None:
-        self._refused.labels(reason=reason).inc()

@@ -5,19 +5,23 @@ from collections.abc import Callable
 from typing import Any
 
 from prometheus_client import Counter
+from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
 from uvicorn.config import Config
+from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 from websockets.exceptions import PayloadTooBig
 from websockets.http11 import Request
 
-from service.connection import BODY_FLOOR, SMALL_CHUNK_BYTES, SMALL_CHUNKS, ConnectionLimits
+from service.connection import BODY_FLOOR, SMALL_CHUNK_BYTES, SMALL_CHUNKS, ConnectionLimits, ReaderDeadline
 
+_MOST_WAITING = 16
+"""Messages that may wait while one is answered."""
 _SLICE_BYTES = 4 << 10
 """How much is read before frames are counted: a frame takes 10 us, and may have 6 bytes."""
 
 
-class GuardedWebSocket(WebSocketsSansIOProtocol):
+class GuardedWebSocket(ReaderDeadline, WebSocketsSansIOProtocol):
     """uvicorn's WebSocket protocol, with what it lacks. Its scope has it as "socket".
 
     Messages come as bytes, whatever the client says they are. refused, closed: as of `GuardedConnection`.
@@ -34,11 +38,13 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, asyncio.get_running_loop())
         self.takes: Callable[[int], bool] = lambda size: True
-        """Whether there is room for so many bytes of a message that has not arrived completely."""
+        """Whether there is room for so many bytes of messages that the application has not received."""
+        self.left = asyncio.Event()
+        """The connection is closed."""
         self.busy = False
-        """Whether the application answers a message. A server that stops lets it do so."""
-        self.stopping = False
-        """Whether the application is to close the connection once it is not busy."""
+        """Whether the application answers a message. A server that stops waits for that."""
+        self.idle_since = self.loop.time()
+        self._stopping = False
         self._limits = limits
         self._refused = refused
         self._closed = closed
@@ -46,10 +52,11 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         """Bytes since the connection was made."""
         self._frames = 0
         self._arriving = 0
-        """Bytes of a message that has not arrived completely."""
+        """Bytes of a message that is not complete."""
         self._arriving_since = 0.0
+        self._waiting = 0
+        """Bytes of complete messages."""
         self._message_timer: asyncio.TimerHandle | None = None
-        self._reader_timer: asyncio.TimerHandle | None = None
 
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
@@ -81,7 +88,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         elif self._message_timer is None:
             self._arriving_since = self.loop.time()
             self._message_timer = self.loop.call_later(self._limits.header_timeout, self._check_deadline)
-        if self._arriving and not self.takes(self._arriving):
+        if not self.takes(self._waiting + self._arriving):
             self.fail(None, 1013, "too many bytes of requests are held: try again later")
 
     def handle_events(self) -> None:
@@ -89,9 +96,31 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         super().handle_events()
 
     def send_receive_event_to_app(self) -> None:
+        self._waiting += sum(map(len, self.frames))
         self.curr_msg_data_type = "bytes"
+        # uvicorn would stop reading, and a client that leaves would not be noticed.
+        self.read_paused = True
         super().send_receive_event_to_app()
         self._arrived()
+        if self.queue.qsize() > _MOST_WAITING:
+            self.fail("too_many_messages", 1008, "too many messages wait for their responses")
+
+    async def receive(self) -> ASGIReceiveEvent:
+        self.busy, self.idle_since = False, self.loop.time()
+        if self._stopping:
+            super().shutdown()
+        event = await super().receive()
+        if event["type"] == "websocket.receive":
+            self.busy = True
+            self._waiting -= len(event["bytes"] or b"")
+            self.takes(self._waiting + self._arriving)
+        return event
+
+    async def send(self, message: ASGISendEvent) -> None:
+        if self.close_sent:
+            # Closed here, which the application has not received yet.
+            raise ClientDisconnected()
+        await super().send(message)
 
     def handle_parser_exception(self) -> None:
         if (error := self.conn.parser_exc) is not None:
@@ -111,9 +140,8 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._reader_timer is not None and not self.transport.is_closing():
-            self._reader_timer.cancel()
-            self._reader_timer = None
+        if not self.transport.is_closing():
+            self._reader_caught_up()
 
     def on_task_complete(self, task: asyncio.Task[None]) -> None:
         super().on_task_complete(task)
@@ -122,14 +150,14 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._arrived()
-        if self._reader_timer is not None:
-            self._reader_timer.cancel()
+        self._reader_caught_up()
         self._closed()
+        self.left.set()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
         if self.busy:
-            self.stopping = True
+            self._stopping = True
         else:
             super().shutdown()
 
@@ -147,15 +175,6 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         else:
             self.fail("body_timeout", 1008, "the message did not arrive in time")
 
-    def _expect_reader(self) -> None:
-        """Start the deadline for the client to read what is written."""
-        if self._reader_timer is None:
-            self._reader_timer = self.loop.call_later(self._limits.reader_timeout, self._give_up_on_reader)
-
-    def _give_up_on_reader(self) -> None:
-        self._count("reader_timeout")
-        self.transport.abort()
-
     def fail(self, counted: str | None, code: int, reason: str) -> None:
         """Close the connection. counted: the reason to count, unless it is counted elsewhere."""
         if not self.transport.is_closing():
@@ -164,6 +183,3 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
             self.conn.fail(code, reason)
             self.handle_parser_exception()
             self._expect_reader()
-
-    def _count(self, reason: str) -> None:
-        self._refused.labels(reason=reason).inc()

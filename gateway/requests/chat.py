@@ -158,7 +158,7 @@ class ChatCompletionRequest(GenerationRequest, ChatPromptFields):
     """The body of POST /v1/chat/completions."""
 
     prompt_field = "messages"
-    default_tokens = None
+    default_tokens: ClassVar[int | None] = None
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
