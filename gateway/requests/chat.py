@@ -159,6 +159,8 @@ class ChatCompletionRequest(GenerationRequest, ChatPromptFields):
 
     prompt_field = "messages"
     default_tokens: ClassVar[int | None] = None
+    may_reason: ClassVar = False
+    """Whether a model that cannot but reason does so even if it is not to."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
