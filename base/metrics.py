@@ -147,6 +147,11 @@ class Metrics:
         self.answers_ended = counter(
             "answers_ended_total", "Requests that ended as their answers, or all answers, held too much.", "reason"
         )
+        self.conversations_forgotten = counter(
+            "conversations_forgotten_total",
+            "Conversations of WebSockets that were not kept for want of room.",
+            "reason",
+        )
         self.control_refused = gauge(
             "control_refused", "Connections and messages refused on the control port since the start.", "reason"
         )

@@ -8,6 +8,7 @@ import re
 import time
 import uuid
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 import structlog
@@ -93,7 +94,7 @@ class AccessRecord:
 
 
 class AccessLog:
-    """ASGI middleware, the outermost. answered: counts answers by endpoint and status."""
+    """ASGI middleware, the outermost; scopes have it as "served_by". answered: counts by endpoint and status."""
 
     def __init__(self, app: ASGIApp, answered: Counter, tracer: Tracer) -> None:
         self._app = app
@@ -104,20 +105,21 @@ class AccessLog:
         headers, endpoint = Headers(scope=scope), endpoint_name(scope["path"])
         given = headers.get("x-request-id", "")
         access = AccessRecord(given if _SANE_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}")
-        if endpoint not in _PROBES:
+        # The turns of a WebSocket have spans of their own.
+        if endpoint not in _PROBES and scope["type"] == "http":
             access.span = self._tracer.serve(f"{scope['method']} {endpoint}", headers, access.started)
         sent_id = access.http_request_id.encode()
         names = (b"x-request-id", b"request-id") if is_anthropic(scope["path"]) else (b"x-request-id",)
 
         async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                access.status = message["status"]
+            if message["type"] in ("http.response.start", "websocket.http.response.start", "websocket.accept"):
+                access.status = message.get("status", HTTPStatus.SWITCHING_PROTOCOLS.value)
                 own = [(name, sent_id) for name in names]
                 message = {**message, "headers": [*message.get("headers", ()), *own]}
             await send(message)
 
         try:
-            await self._app({**scope, "access": access}, receive, send_with_id)
+            await self._app({**scope, "access": access, "served_by": self}, receive, send_with_id)
         finally:
             self._answered.labels(endpoint, str(access.status)).inc()
             say = log.debug if endpoint in _PROBES else log.info

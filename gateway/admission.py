@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prometheus_client import Counter
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.client_usage import ClientUsage, ClientUse
@@ -37,6 +37,11 @@ class RequestBytes:
         self._admission = admission
         self.held = 0
         self.answers = admission.answers.account()
+
+    def arrived(self, size: int) -> None:
+        """Raises ApiError if a body of that size is too large (413), or there is no room for it (429)."""
+        self._admission.check_size(size)
+        self.body(size)
 
     def body(self, size: int) -> None:
         """Raises ApiError (429) if there is no room for a body of that size."""
@@ -84,12 +89,19 @@ class Admission:
         """Their bytes."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].removesuffix("/") in _OPEN_PATHS:
+        if scope["path"].removesuffix("/") in _OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         counted = RequestBytes(self)
         try:
-            use = self._admit(Request(scope), counted)
+            client = self._let_in(HTTPConnection(scope))
+            if scope["type"] == "websocket":
+                try:
+                    await self._app({**scope, "key": client.key, "counted": counted}, receive, send)
+                finally:
+                    counted.close()
+                return
+            use = self._admit(client, Request(scope), counted)
         except ApiError as error:
             counted.close()
             await error.response(scope["path"])(scope, receive, send)
@@ -108,8 +120,8 @@ class Admission:
             raise self._busy("too_many_bytes", "holds as many bytes of requests as it may")
         self.held += size
 
-    def _admit(self, request: Request, counted: RequestBytes) -> ClientUse:
-        """The client's request. Raises ApiError; for the key first, so others learn no limits."""
+    def _let_in(self, request: HTTPConnection) -> Client:
+        """Who asks, or opens a WebSocket. Raises ApiError; for the key first, so others learn no limits."""
         client = self._client_of(request)
         if client is None:
             message = "the API key is not one of this server's"
@@ -117,16 +129,20 @@ class Admission:
                 message = "no API key: expected the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             raise self._refused_with("api_key", ApiError(401, message, code="invalid_api_key"))
         request.scope["access"].client = client.name
-        if request.method == "POST":
+        if request.scope.get("method", "POST") == "POST":
             self._check_page(request)
+        return client
+
+    def _admit(self, client: Client, request: Request, counted: RequestBytes) -> ClientUse:
+        """The client's request. Raises ApiError."""
         declared = int(request.headers.get("content-length", 0))
-        self._check_size(declared)
+        self.check_size(declared)
         if self.serving >= self._limits.max_concurrent_requests:
             raise self._busy("too_many_requests", f"serves {self.serving} requests already")
         counted.body(declared)
         return self._usage.begin(client, time.monotonic())
 
-    def _check_page(self, request: Request) -> None:
+    def _check_page(self, request: HTTPConnection) -> None:
         """Raises ApiError for what any web page can have a browser post to a service on the user's own machine.
 
         Browsers name the page's origin, and post JSON across origins only after asking, which this gateway declines.
@@ -142,7 +158,7 @@ class Admission:
             text = f"web pages of {shown(origin)} may not post here: allow them with --allowed-origin of the gateway"
             raise self._refused_with("origin", ApiError(403, text, code="origin_not_allowed"))
 
-    def _client_of(self, request: Request) -> Client | None:
+    def _client_of(self, request: HTTPConnection) -> Client | None:
         """Whose key OpenAI's or Anthropic's header has, or None. Without keys, whatever is sent as one."""
         bearer = request.headers.get("authorization", "").encode("latin-1")
         alone = b"Bearer " + request.headers.get("x-api-key", "").encode("latin-1")
@@ -162,13 +178,12 @@ class Admission:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            self._check_size(received)
-            counted.body(received)
+            counted.arrived(received)
             return message
 
         return bounded
 
-    def _check_size(self, size: int) -> None:
+    def check_size(self, size: int) -> None:
         """Raises ApiError (413) if a body of that size is too large."""
         if size > self._limits.max_body_bytes:
             text = f"the request body is larger than {self._limits.max_body_bytes} bytes"

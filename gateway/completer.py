@@ -11,7 +11,7 @@ from typing import TypeVar
 from base.metrics import Metrics
 from base.tracing import NO_SPAN, TraceSpan
 from control.prompt_logprobs import PromptLogprobTable
-from gateway.answers.streamed import StreamedAnswer, encode_json
+from gateway.answers.streamed import Answer, encode_json
 from gateway.attempt import Delta, DeltaSink
 from gateway.choice_stream import ChoiceStream, merged
 from gateway.config import GatewayConfig
@@ -116,7 +116,7 @@ class Completer:
             )
             raise ApiError(403, message, param="priority", code="priority_not_allowed")
 
-    async def whole(self, prepared: PreparedRequest, answer: StreamedAnswer, held: HeldBytes) -> bytes:
+    async def whole(self, prepared: PreparedRequest, answer: Answer, held: HeldBytes) -> bytes:
         """The complete answers as JSON. Raises ApiError; then no other answer goes on."""
         per_token = 1 + (prepared.tokenized[0].generate.sampling.top_logprobs or 0)
         work = 0

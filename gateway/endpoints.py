@@ -9,16 +9,18 @@ from typing import Any, ClassVar
 
 from gateway.answers import lookups
 from gateway.answers.chat import ChatAnswer, ChatCompletion
+from gateway.answers.compaction import CompactedResponse, CompactionAnswer
 from gateway.answers.completions import Completion, CompletionAnswer
 from gateway.answers.messages import Message, MessageAnswer
 from gateway.answers.responses import Response, ResponseAnswer
-from gateway.answers.streamed import Json, StreamedAnswer
+from gateway.answers.streamed import Answer, Json
 from gateway.preparer import GenerationBody
 from gateway.requests.body import RequestBody
 from gateway.requests.chat import ChatCompletionRequest
+from gateway.requests.compaction import CompactRequest
 from gateway.requests.completions import CompletionRequest
 from gateway.requests.messages import CountTokensRequest, MessagesRequest
-from gateway.requests.responses import ResponsesRequest
+from gateway.requests.responses import ResponseCreate, ResponsesRequest
 from gateway.requests.tokens import DetokenizeRequest, TokenizeRequest
 from service.status import Health, Ready, Version
 
@@ -61,11 +63,12 @@ class Computes(Endpoint):
 
 @dataclass(frozen=True)
 class Generates(Endpoint):
-    """POST. id_prefix: what ids of answers begin with."""
+    """POST. id_prefix: what ids of answers begin with. message: of its WebSocket, if it has one."""
 
     body: type[GenerationBody]
-    renderer: type[StreamedAnswer]
+    renderer: type[Answer]
     id_prefix: str
+    message: type[ResponseCreate] | None = None
 
 
 ENDPOINTS: tuple[Endpoint, ...] = (
@@ -85,6 +88,15 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         Response,
         ResponsesRequest,
         ResponseAnswer,
+        "resp_",
+        ResponseCreate,
+    ),
+    Generates(
+        "/v1/responses/compact",
+        "Summarise a conversation",
+        CompactedResponse,
+        CompactRequest,
+        CompactionAnswer,
         "resp_",
     ),
     Computes(

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from base.version import VERSION
+from gateway.answers.streamed import StreamedAnswer
 from gateway.endpoints import ENDPOINTS, Computes, Endpoint, Generates
 from gateway.errors import AnthropicError, Error, is_anthropic
 from service.status import NotReady
@@ -77,7 +78,7 @@ def document() -> Json:
         if isinstance(endpoint, Computes | Generates):
             responses |= refused(path, _FAILURES)
             described["requestBody"] = {"required": True, "content": content(endpoint.body)}
-        if isinstance(endpoint, Generates):
+        if isinstance(endpoint, Generates) and issubclass(endpoint.renderer, StreamedAnswer):
             answered["content"]["text/event-stream"] = {"schema": _EVENT}
         if path == "/ready":
             responses["503"] = {"description": NotReady.__doc__, "content": content(NotReady)}

@@ -186,6 +186,7 @@ class Preparer:
                 thinking=request.thinking,
                 variables=request.template_variables(),
                 end=request.prompt_end,
+                may_reason=request.may_reason,
             )
         except FormatError as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error

@@ -48,6 +48,7 @@ from gateway.registry import NodeRegistry
 from gateway.server import ApiServer
 from gateway.status_page import status_page_router
 from gateway.tokenizer import CheckpointTokenizer
+from gateway.websocket import OpenSockets
 from service.config import check_clients, check_processes
 from service.connection import ConnectionLimits
 from service.http_server import HttpServer
@@ -142,7 +143,11 @@ class Gateway:
             self.metrics,
             context_length,
         )
-        app = ApiServer(self._completer, self._rejection_reason).app()
+        self._conversations = HeldAnswers(
+            limits.max_body_bytes, limits.max_total_bytes, self.metrics.conversations_forgotten
+        )
+        sockets = OpenSockets(config.max_concurrent_requests, self._conversations)
+        app = ApiServer(self._completer, self._rejection_reason, sockets).app()
         app.include_router(status_router(self._unready_reason))
         self._cluster: ClusterStatus | None = None
         if config.status_page:
@@ -160,7 +165,11 @@ class Gateway:
         self._http = HttpServer(
             AccessLog(self._admission, self.metrics.http_requests, self.tracer),
             self._listener,
-            ConnectionLimits(_max_connections(config.max_concurrent_requests), config.header_timeout),
+            ConnectionLimits(
+                _max_connections(config.max_concurrent_requests),
+                config.header_timeout,
+                max_message_bytes=limits.max_body_bytes,
+            ),
             self.metrics.http_refused,
             tls=None if tls is None else tls.get,
             stop_timeout=5,

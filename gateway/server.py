@@ -7,23 +7,29 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import WebSocketRoute
 from starlette.types import Scope
 
 from gateway.admission import RequestBytes
+from gateway.answers.streamed import StreamedAnswer
 from gateway.attempt import DeltaSink
 from gateway.completer import Completer
 from gateway.endpoints import ENDPOINTS, Computes, Generates, Reads
 from gateway.errors import ApiError
 from gateway.openapi import document
 from gateway.streaming import CLIENT_LEFT, EventStream, WholeAnswer, unless_client_leaves
+from gateway.websocket import OpenSockets, Turn
 
 
 class ApiServer:
     """Answers the API's routes. `rejection_reason` returns why no request can be taken now, or None."""
 
-    def __init__(self, completer: Completer, rejection_reason: Callable[[], ApiError | None]) -> None:
+    def __init__(
+        self, completer: Completer, rejection_reason: Callable[[], ApiError | None], sockets: OpenSockets
+    ) -> None:
         self._completer = completer
         self._rejection_reason = rejection_reason
+        self._sockets = sockets
         self._document = document()
 
     def app(self) -> FastAPI:
@@ -40,6 +46,8 @@ class ApiServer:
                     app.add_api_route(path, partial(self._compute, endpoint), methods=["POST"])
                 case Generates():
                     app.add_api_route(path, partial(self._answer, endpoint), methods=["POST"])
+                    if endpoint.message is not None:
+                        app.router.routes.append(WebSocketRoute(path, self._sockets.serve))
         return app
 
     async def _openapi(self, request: Request) -> Response:
@@ -63,8 +71,14 @@ class ApiServer:
         counted: RequestBytes = scope["counted"]
         held, access = counted.answers, scope["access"]
         access.span.record("receive", access.started)
+        turn: Turn | None = scope.get("turn")
+        if turn is not None and endpoint.message is not None:
+            body = await completer.read(body, endpoint.message, turn.body)
+            counted.arrived(len(body))
         prepared = await completer.prepare(body, endpoint.body, endpoint.id_prefix, use.client, access.span)
         access.prepared = prepared
+        if turn is not None:
+            turn.response_id = prepared.request_id
         use.prompt(prepared.prompt_tokens)
         counted.prompt(prepared.prompt_tokens)
         if reason := self._rejection_reason():
@@ -72,6 +86,7 @@ class ApiServer:
         answer = endpoint.renderer(prepared, completer.model, completer.tokenizer, held)
         if not prepared.request.stream:
             return WholeAnswer(await completer.whole(prepared, answer, held), prepared.request_id, held)
+        assert isinstance(answer, StreamedAnswer)
         sink = DeltaSink()
         deltas = completer.deltas(prepared, held, sink)
         return EventStream(answer, prepared.request_id, await anext(deltas), deltas, sink)

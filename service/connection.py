@@ -18,15 +18,15 @@ from uvicorn.server import ServerState
 
 LARGE_BYTES = 256 << 10
 """A larger body is written in parts, so that the loop turns and the client reads in between."""
-_BODY_FLOOR = 8 << 10
+BODY_FLOOR = 8 << 10
 """Bytes per second that a body must reach after its first `header_timeout` seconds."""
 _UNWANTED_BYTES = 64 << 10
 """How much is read of a body whose request is already answered. A client that sends less keeps its connection."""
 _LINGER_S = 1.0
 """Delay before closing on a client that still sends: an earlier reset could destroy the answer before it is read."""
 _MAX_HEAD_BYTES = 16 << 10
-_SMALL_CHUNKS = 4096
-_SMALL_CHUNK_BYTES = 64
+SMALL_CHUNKS = 4096
+SMALL_CHUNK_BYTES = 64
 """A body of more chunks must have larger ones on average: each costs 20 us, even if it holds a single byte."""
 
 
@@ -39,6 +39,8 @@ class ConnectionLimits:
     """For a request's head, and for a TLS handshake. A body gets as long, plus 1 s per 8 KiB received."""
     reader_timeout: float = 60.0
     """For a client that does not read its answer."""
+    max_message_bytes: int = 0
+    """Of a WebSocket's message; 0: no WebSockets."""
 
 
 class ChunkTurns:
@@ -117,12 +119,39 @@ class _Parser(h11.Connection):
         elif isinstance(event, h11.Data):
             self._chunks += 1
             self._chunk_bytes += len(event.data)
-            if self._chunks > _SMALL_CHUNKS and self._chunk_bytes < self._chunks * _SMALL_CHUNK_BYTES:
+            if self._chunks > SMALL_CHUNKS and self._chunk_bytes < self._chunks * SMALL_CHUNK_BYTES:
                 raise h11.RemoteProtocolError("the body's chunks are too small")
         return event
 
 
-class GuardedConnection(H11Protocol):
+class ReaderDeadline:
+    """What connections of both kinds have: a deadline for the client to read, and a count of refusals by reason."""
+
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    _limits: ConnectionLimits
+    _refused: Counter
+    _reader_timer: asyncio.TimerHandle | None = None
+
+    def _expect_reader(self) -> None:
+        """Start the deadline for the client to read what is written: a connection closes only after that."""
+        if self._reader_timer is None:
+            self._reader_timer = self.loop.call_later(self._limits.reader_timeout, self._give_up_on_reader)
+
+    def _reader_caught_up(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
+
+    def _give_up_on_reader(self) -> None:
+        self._count("reader_timeout")
+        self.transport.abort()
+
+    def _count(self, reason: str) -> None:
+        self._refused.labels(reason=reason).inc()
+
+
+class GuardedConnection(ReaderDeadline, H11Protocol):
     """uvicorn's HTTP/1.1 protocol on h11, with the deadlines that uvicorn lacks.
 
     Between two requests uvicorn's own keep-alive time applies. refused: counts refusals by reason. closed: called once
@@ -155,7 +184,6 @@ class GuardedConnection(H11Protocol):
         self._unwanted = 0
         """Bytes received of a body whose request is already answered."""
         self._request_timer: asyncio.TimerHandle | None = None
-        self._reader_timer: asyncio.TimerHandle | None = None
 
     async def _served_by(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, which gets a ChunkWriter that opens when the answer turns out to have chunks."""
@@ -199,8 +227,15 @@ class GuardedConnection(H11Protocol):
                 return
         super().data_received(data)
 
+    def _should_upgrade(self) -> bool:
+        return self.scope["method"] == "GET" and super()._should_upgrade()
+
     def handle_events(self) -> None:
         super().handle_events()
+        if self.transport.get_protocol() is not self:
+            # From now on it is a WebSocket.
+            self._expect(None)
+            return
         if self.conn.their_state is h11.SEND_BODY:
             if self._expected != "body":
                 self._expect("body")
@@ -247,7 +282,7 @@ class GuardedConnection(H11Protocol):
     def _check_deadline(self) -> None:
         allowed = self._limits.header_timeout
         if self._expected == "body":
-            allowed += self._received / _BODY_FLOOR
+            allowed += self._received / BODY_FLOOR
         left = self._expected_since + allowed - self.loop.time()
         if self.flow.read_paused:
             # The application is slow, not the client.
@@ -277,23 +312,6 @@ class GuardedConnection(H11Protocol):
         for event in (head, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
 
-    def _expect_reader(self) -> None:
-        """Start the deadline for the client to read what is written: a connection closes only after that."""
-        if self._reader_timer is None:
-            self._reader_timer = self.loop.call_later(self._limits.reader_timeout, self._give_up_on_reader)
-
-    def _reader_caught_up(self) -> None:
-        if self._reader_timer is not None:
-            self._reader_timer.cancel()
-            self._reader_timer = None
-
-    def _give_up_on_reader(self) -> None:
-        self._count("reader_timeout")
-        self.transport.abort()
-
     def _close(self) -> None:
         self.transport.close()
         self._expect_reader()
-
-    def _count(self, reason: str) -> None:
-        self._refused.labels(reason=reason).inc()

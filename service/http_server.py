@@ -5,6 +5,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any
 
 import structlog
@@ -13,6 +14,7 @@ from prometheus_client import Counter
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from service.connection import ChunkTurns, ConnectionLimits, GuardedConnection
+from service.websocket import GuardedWebSocket
 
 log = structlog.get_logger(__name__)
 
@@ -42,7 +44,12 @@ class HttpServer(uvicorn.Server):
         config = uvicorn.Config(
             app,
             http=H11Protocol,
-            ws="none",
+            ws=partial(GuardedWebSocket, limits=limits, refused=refused, closed=self._closed)  # type: ignore[arg-type]
+            if limits.max_message_bytes
+            else "none",
+            ws_max_size=limits.max_message_bytes,
+            # It would take memory for each connection, and time on the event loop.
+            ws_per_message_deflate=False,
             interface="asgi3",
             lifespan="off",
             log_config=None,

@@ -4,7 +4,7 @@ from abc import ABC
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gateway.answers.streamed import CHARACTER_BYTES, StreamedAnswer
+from gateway.answers.streamed import CHARACTER_BYTES, Answer, StreamedAnswer
 from gateway.attempt import Delta
 from gateway.chat_reading import ChatReading
 from gateway.formats.parsing import CallArguments, CallBegin, CallEnd, ContentDelta, Event, ReasoningDelta
@@ -119,10 +119,8 @@ class BlockReader:
             self._open = None
 
 
-class BlockAnswer(StreamedAnswer, ABC):
+class BlockAnswer(Answer, ABC):
     """Renders the only answer to a request as blocks."""
-
-    named = True
 
     def __post_init__(self) -> None:
         self._begin(whole=False)
@@ -152,3 +150,9 @@ class BlockAnswer(StreamedAnswer, ABC):
     def _push(self, delta: Delta) -> list[Change]:
         self._output_tokens += len(delta.tokens)
         return self._reader.push(delta)
+
+
+class StreamedBlocks(BlockAnswer, StreamedAnswer, ABC):
+    """Streams them, too."""
+
+    named = True

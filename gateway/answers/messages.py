@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from gateway.answers.blocks import Block, BlockAnswer, Change
+from gateway.answers.blocks import Block, Change, StreamedBlocks
 from gateway.answers.streamed import Json
 from gateway.attempt import Delta
 from gateway.errors import ApiError
@@ -69,7 +69,7 @@ class Message(Ending):
     usage: MessageUsage
 
 
-class MessageAnswer(BlockAnswer):
+class MessageAnswer(StreamedBlocks):
     """Blocks of thinking, text and calls."""
 
     def __post_init__(self) -> None:
@@ -78,10 +78,15 @@ class MessageAnswer(BlockAnswer):
         assert isinstance(body, MessagesRequest)
         self._stops = body.stop_sequences or ()
         self._shows_thinking = body.thinking is None or body.thinking.display != "omitted"
+        self._drops_thinking = body.thinking is not None and body.thinking.type == "disabled"
+        """Of a model that reasons nevertheless."""
+        self._dropped = 0
+        """Blocks."""
         self._pinged = False
 
     def whole(self) -> Message:
-        return self._message([self._block(block) for block in self._reader.blocks])
+        blocks = (block for block in self._reader.blocks if block.kind != "reasoning" or not self._drops_thinking)
+        return self._message(list(map(self._block, blocks)))
 
     def begin(self) -> list[Json]:
         return [{"type": "message_start", "message": self._message([])}]
@@ -106,21 +111,22 @@ class MessageAnswer(BlockAnswer):
 
     def _events(self, change: Change) -> list[Json]:
         block = change.block
+        if block.kind == "reasoning" and self._drops_thinking:
+            self._dropped += change.kind == "opened"
+            return []
+        index = block.number - self._dropped
         match change.kind:
             case "opened":
                 empty = self._block(block, begins=True)
-                return [{"type": "content_block_start", "index": block.number, "content_block": empty}]
+                return [{"type": "content_block_start", "index": index, "content_block": empty}]
             case "grew":
                 delta = self._delta(block, change.text)
-                return [] if delta is None else [self._block_delta(block, delta)]
+                return [] if delta is None else [_block_delta(index, delta)]
             case "closed":
-                stop = {"type": "content_block_stop", "index": block.number}
+                stop = {"type": "content_block_stop", "index": index}
                 if block.kind != "reasoning":
                     return [stop]
-                return [self._block_delta(block, {"type": "signature_delta", "signature": _signature(block)}), stop]
-
-    def _block_delta(self, block: Block, delta: Json) -> Json:
-        return {"type": "content_block_delta", "index": block.number, "delta": delta}
+                return [_block_delta(index, {"type": "signature_delta", "signature": _signature(block)}), stop]
 
     def _delta(self, block: Block, text: str) -> Json | None:
         match block.kind:
@@ -176,6 +182,10 @@ class MessageAnswer(BlockAnswer):
             "cache_read_input_tokens": cached,
             "output_tokens": self._output_tokens,
         }
+
+
+def _block_delta(index: int, delta: Json) -> Json:
+    return {"type": "content_block_delta", "index": index, "delta": delta}
 
 
 def _signature(block: Block) -> str:

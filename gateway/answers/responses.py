@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from gateway.answers.blocks import Block, BlockAnswer, Change
+from gateway.answers.blocks import Block, Change, StreamedBlocks
 from gateway.answers.chat import ChosenLogprob, chosen_logprob
 from gateway.answers.streamed import CHARACTER_BYTES, Column, Json
 from gateway.attempt import Delta
 from gateway.errors import ApiError
+from gateway.preparer import PreparedRequest
 from gateway.requests.responses import ResponsesRequest
 
 _PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
@@ -151,7 +152,7 @@ class Response(TypedDict):
     user: str | None
 
 
-class ResponseAnswer(BlockAnswer):
+class ResponseAnswer(StreamedBlocks):
     """Items of reasoning, text and calls."""
 
     def __post_init__(self) -> None:
@@ -313,19 +314,22 @@ class ResponseAnswer(BlockAnswer):
             "top_logprobs": source.top_logprobs or 0,
             "top_p": 1.0 if chat.top_p is None else chat.top_p,
             "truncation": source.truncation or "disabled",
-            "usage": None if status == "in_progress" else self._usage(),
+            "usage": None
+            if status == "in_progress"
+            else usage_of(self.prepared, self._output_tokens, self._reader.reasoning_tokens),
             "user": source.user,
         }
 
-    def _usage(self) -> ResponseUsage:
-        prompt_tokens = self.prepared.prompt_tokens
-        return {
-            "input_tokens": prompt_tokens,
-            "input_tokens_details": {"cached_tokens": self.prepared.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": self._output_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._reader.reasoning_tokens},
-            "total_tokens": prompt_tokens + self._output_tokens,
-        }
+
+def usage_of(prepared: PreparedRequest, output_tokens: int, reasoning_tokens: int) -> ResponseUsage:
+    """The counts of an answer."""
+    return {
+        "input_tokens": prepared.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": prepared.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": output_tokens,
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "total_tokens": prepared.prompt_tokens + output_tokens,
+    }
 
 
 def _output_text(text: str, logprobs: Column[ChosenLogprob]) -> OutputText:

@@ -69,13 +69,9 @@ class Column(Generic[_T]):
 
 
 @dataclass(eq=False)
-class StreamedAnswer(ABC):
+class Answer(ABC):
     """Renders the answers to a request. Each delta must be passed once, in order. held: counts what is kept of them."""
 
-    named: ClassVar[bool] = False
-    """Each event says its type in a line of its own, too."""
-    last_line: ClassVar[bytes] = b""
-    """What ends a stream."""
     prepared: PreparedRequest
     model: str
     tokenizer: CheckpointTokenizer
@@ -93,6 +89,15 @@ class StreamedAnswer(ABC):
     @abstractmethod
     def whole(self) -> Json:
         """The answers to a request that does not stream, of which all deltas were kept. Any thread may call it."""
+
+
+class StreamedAnswer(Answer):
+    """Renders streams, too."""
+
+    named: ClassVar[bool] = False
+    """Each event says its type in a line of its own, too."""
+    last_line: ClassVar[bytes] = b""
+    """What ends a stream."""
 
     @abstractmethod
     def begin(self) -> Sequence[Json]:
@@ -123,7 +128,7 @@ class StreamedAnswer(ABC):
         return b"event: %b\n%b" % (str(event["type"]).encode(), data) if self.named else data
 
 
-def encode_json(document: Json) -> bytes:
+def encode_json(document: Json | Sequence[object]) -> bytes:
     """JSON. Columns in a document are its lists."""
     try:
         return orjson.dumps(document, default=lambda column: orjson.Fragment(_json_of(column)))

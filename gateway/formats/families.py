@@ -65,13 +65,7 @@ def template_renderer(source: str, apply: ApplyTemplate, reasons: bool) -> _Rend
         if thinking is not None and not {"thinking", "enable_thinking"} & variables.keys():
             variables = {**variables, "thinking": thinking, "enable_thinking": thinking}
         text = apply(list(map(as_templates_expect, messages)), [dict(tool) for tool in tools] or None, variables, end)
-        reasoning = reasons and text.rstrip().endswith(BEGIN_OF_REASONING)
-        if reasoning and not asks_for_thinking(thinking, variables, default=True):
-            raise FormatError(
-                "this model's chat template always reasons: reasoning_effort 'none', thinking 'disabled' and "
-                "enable_thinking false are not supported"
-            )
-        return Prompt(text, reasoning)
+        return Prompt(text, reasons and text.rstrip().endswith(BEGIN_OF_REASONING))
 
     return render
 
@@ -103,14 +97,21 @@ class ChatFormat:
         thinking: bool | None = None,
         variables: Mapping[str, Any] | None = None,
         end: PromptEnd = PromptEnd.NEW_ANSWER,
+        may_reason: bool = False,
     ) -> Prompt:
         """The prompt. Raises FormatError for a conversation that cannot be rendered.
 
         thinking: whether to reason first; None: the family's default. variables: chat_template_kwargs, of which
-        `thinking` and `enable_thinking` win over the argument.
+        `thinking` and `enable_thinking` win over the argument. may_reason: `thinking` false is a wish.
         """
         check_end(messages, end)
-        prompt = self._renderer(messages, tools, thinking, variables or {}, end)
+        variables = variables or {}
+        prompt = self._renderer(messages, tools, thinking, variables, end)
+        if prompt.reasoning and not asks_for_thinking(None if may_reason else thinking, variables, default=True):
+            raise FormatError(
+                "this model's chat template always reasons: reasoning_effort 'none' and enable_thinking false are not "
+                "supported"
+            )
         return prompt if self.end_of_reasoning else Prompt(prompt.text, reasoning=False)
 
     def parser(self, rules: CallRules, *, reasoning: bool, whole_calls: bool = False) -> CallParser:

@@ -1,7 +1,7 @@
 """POST /v1/chat/completions, and bodies of endpoints that are answered by way of a chat completion."""
 
 from abc import ABC, abstractmethod
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PlainValidator, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -158,7 +158,9 @@ class ChatCompletionRequest(GenerationRequest, ChatPromptFields):
     """The body of POST /v1/chat/completions."""
 
     prompt_field = "messages"
-    default_tokens = None
+    default_tokens: ClassVar[int | None] = None
+    may_reason: ClassVar = False
+    """Whether a model that cannot but reason does so even if it is not to."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -227,6 +229,9 @@ _PASSED_ON = {*CommonFields.model_fields, "chat_template_kwargs"}
 class ConvertedRequest(RequestBody, CommonFields, ABC):
     """The body of an endpoint that is answered by way of a chat completion."""
 
+    chat: ClassVar = ChatCompletionRequest
+    """The class of that."""
+
     model: str | None = None
     stream: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
@@ -239,7 +244,7 @@ class ConvertedRequest(RequestBody, CommonFields, ABC):
         """The chat completion that the body asks for. Raises ApiError for what that refuses, too."""
         fields = {name: getattr(self, name) for name in _PASSED_ON & self.model_fields_set}
         try:
-            chat = ChatCompletionRequest.model_validate(
+            chat: ChatCompletionRequest = self.chat.model_validate(
                 {"model": self.model, "stream": self.stream, **fields, **self.chat_fields()}
             )
         except ValidationError as error:

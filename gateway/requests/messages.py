@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag
 
 from gateway.requests.body import JsonObject, Piece, TextOr, kinds
-from gateway.requests.chat import MAX_TOOLS, CallId, ConvertedRequest, ToolName, chat_call
+from gateway.requests.chat import MAX_TOOLS, CallId, ChatCompletionRequest, ConvertedRequest, ToolName, chat_call
 from gateway.requests.generation import StopStrings
 
 _BILLING = "x-anthropic-billing-header"
@@ -152,9 +152,16 @@ class Metadata(Piece):
     user_id: str | None = None
 
 
+class MessagesChat(ChatCompletionRequest):
+    """The chat of a conversation in Anthropic's form, whose answers leave out reasoning that is not wanted."""
+
+    may_reason = True
+
+
 class CountTokensRequest(ConvertedRequest):
     """The body of POST /v1/messages/count_tokens."""
 
+    chat = MessagesChat
     names: ClassVar = {
         "max_completion_tokens": "max_tokens",
         "reasoning_effort": "thinking",

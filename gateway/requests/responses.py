@@ -1,12 +1,14 @@
 """POST /v1/responses, without state: nothing is stored, so a conversation comes whole with each request."""
 
+import base64
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, Tag, model_validator
+from pydantic import AfterValidator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from gateway.requests.body import OF_STREAMS, TEXT_OR_OTHER, FieldPolicy, JsonObject, Piece, TextOr, kinds
+from gateway.errors import shown
+from gateway.requests.body import OF_STREAMS, TEXT_OR_OTHER, FieldPolicy, JsonObject, Piece, RequestBody, TextOr, kinds
 from gateway.requests.chat import MAX_TOOLS, CallId, ConvertedRequest, ToolName, chat_call
 from gateway.requests.generation import StreamOptions
 
@@ -86,13 +88,41 @@ class ReasoningItem(Piece):
         return "\n".join(part.text for part in self.content or self.summary or ())
 
 
+_SUMMARY = b"summary of hisparse-pd, version 1\n"
+"""What the content of a compaction begins with. Every gateway of every service reads it."""
+
+
+def encoded_summary(text: str) -> str:
+    """The text as `encrypted_content`. It is encoded, not encrypted: its client has sent what it is made of."""
+    return base64.b64encode(_SUMMARY + text.encode()).decode()
+
+
+def _summary(content: str) -> str:
+    try:
+        decoded = base64.b64decode(content, validate=True)
+        if decoded.startswith(_SUMMARY):
+            return decoded.removeprefix(_SUMMARY).decode()
+    except ValueError:
+        pass
+    raise PydanticCustomError("compaction", "expected what /v1/responses/compact made")
+
+
+class Compaction(Piece):
+    """What /v1/responses/compact made of an earlier part of the conversation. encrypted_content: decoded here."""
+
+    type: Literal["compaction"]
+    encrypted_content: Annotated[str, AfterValidator(_summary)]
+
+
 InputItem = Annotated[
     Annotated[InputMessage, Tag("<message>")]
     | Annotated[FunctionCall, Tag("<function_call>")]
     | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
-    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[Compaction, Tag("<compaction>")],
     kinds(
-        "a whole item (none is stored): message, function_call, function_call_output or reasoning", default="message"
+        "a whole item (none is stored): message, function_call, function_call_output, reasoning or compaction",
+        default="message",
     ),
 ]
 
@@ -173,7 +203,7 @@ class ResponsesRequest(ConvertedRequest):
         "reasoning_effort": "reasoning.effort",
         "response_format": "text.format",
     }
-    neutral: ClassVar = {"context_management": ([],), "moderation": (), "prompt": ()}
+    neutral: ClassVar = {"context_management": ([],), "generate": (True,), "moderation": (), "prompt": ()}
 
     input: TextOr[InputItem]
     instructions: str | None = None
@@ -203,9 +233,21 @@ class ResponsesRequest(ConvertedRequest):
     prompt_cache_key: str | None = None
 
     @model_validator(mode="after")
-    def _input_is_not_empty(self) -> "ResponsesRequest":
+    def _input_is_complete(self) -> "ResponsesRequest":
         if not self.input:
             raise PydanticCustomError("input", "input: expected text or at least one item, found nothing")
+        called: set[str] = set()
+        for item in () if isinstance(self.input, str) else self.input:
+            if isinstance(item, Compaction):
+                # It may have the calls.
+                break
+            if isinstance(item, FunctionCall):
+                called.add(item.call_id)
+            elif isinstance(item, FunctionCallOutput) and item.call_id not in called:
+                found = {"found": shown(item.call_id)}
+                raise PydanticCustomError(
+                    "call_id", "input: No tool call found for function call output {found}", found
+                )
         return self
 
     def check_fields(self, policy: FieldPolicy) -> None:
@@ -236,10 +278,9 @@ class ResponsesRequest(ConvertedRequest):
         return {"format": form, "verbosity": verbosity or "medium"}
 
     def chat_fields(self) -> dict[str, Any]:
-        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         choice = self.tool_choice
         return {
-            "messages": system + messages_of(self.input),
+            "messages": instructed(self.instructions, self.input),
             "max_completion_tokens": self.max_output_tokens,
             "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
             "tool_choice": {"type": "function", "function": {"name": choice.name}}
@@ -255,6 +296,27 @@ class ResponsesRequest(ConvertedRequest):
         }
 
 
+class ResponseCreate(RequestBody):
+    """A message to the WebSocket of /v1/responses. What else it has is the body of a POST, and checked as such."""
+
+    type: Literal["response.create"]
+    input: TextOr[Any] = ""
+    previous_response_id: str | None = None
+    stream: Literal[True] | None = None
+
+    def check_fields(self, policy: FieldPolicy) -> None:
+        """The POST does that."""
+
+    @property
+    def items(self) -> list[Any]:
+        return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """The fields of the POST other than `input` and `stream`."""
+        return self.model_extra or {}
+
+
 def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
     fields = tool.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)
     return {"type": "function", "function": fields}
@@ -267,6 +329,12 @@ def _chat_format(wanted: TextFormat | JsonObjectFormat | JsonSchemaFormat | None
         return {"type": "json_object"}
     schema = {"name": wanted.name, "schema": wanted.schema_, "description": wanted.description, "strict": wanted.strict}
     return {"type": "json_schema", "json_schema": {name: value for name, value in schema.items() if value is not None}}
+
+
+def instructed(instructions: str | None, items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
+    """The messages of a chat: instructions, and then the items."""
+    system = [{"role": "system", "content": instructions}] if instructions else []
+    return system + messages_of(items)
 
 
 def messages_of(items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
@@ -295,6 +363,10 @@ def messages_of(items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
             case FunctionCallOutput():
                 answer = None
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
+            case Compaction():
+                answer = None
+                content = f"A summary of the conversation until here:\n\n{item.encrypted_content}"
+                messages.append({"role": "user", "content": content})
             case InputMessage(role="assistant"):
                 begun("content", "tool_calls")["content"] = text_of(item.content)
             case InputMessage():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tests.fuzz.honest import CHAT, CHOICES, COMPLETIONS, HONEST_BODIES, MESSAGES, RESPONSES, Draft
+from tests.fuzz.honest import CHAT, CHOICES, COMPACT, COMPLETIONS, HONEST_BODIES, MESSAGES, RESPONSES, Draft
 from tests.fuzz.values import FLOATS, Json, grown_schema, log_uniform, raw, text
 from tests.gateway.world import VOCAB
 
@@ -16,6 +16,7 @@ _WEIGHTS = {
     COMPLETIONS: 6,
     RESPONSES: 4,
     MESSAGES: 4,
+    COMPACT: 1,
     "/v1/responses/input_tokens": 1,
     "/v1/messages/count_tokens": 1,
     "/tokenize": 1,

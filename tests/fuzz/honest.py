@@ -4,10 +4,12 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from gateway.requests.responses import encoded_summary
 from tests.fuzz.values import Json, honest_schema
-from tests.gateway.world import VOCAB
+from tests.gateway.world import MODEL, VOCAB
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+COMPACT = "/v1/responses/compact"
 CHOICES = 128
 """The most answers that a body may ask for."""
 
@@ -131,8 +133,12 @@ def _responses(rng: random.Random, draft: Draft) -> None:
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}]},
         call,
         {"type": "function_call_output", "call_id": "c", "output": "sunny"},
+        {"type": "compaction", "encrypted_content": encoded_summary("It is sunny in Rome.")},
     ]
     draft.body |= {"input": rng.choice(["hello", items]), "instructions": "Be brief.", **_sampling(rng)}
+    if draft.path == COMPACT:
+        draft.body["model"] = MODEL
+        return
     draft.body |= {"max_output_tokens": rng.choice([20, 200, 4000]), "stream": rng.random() < 0.4}
     draft.body |= rng.choice([{}, {"metadata": {"a": "b"}}, {"top_logprobs": 20}, {"truncation": "auto"}])
     if rng.random() < 0.6:
@@ -181,6 +187,7 @@ HONEST_BODIES: dict[str, Callable[[random.Random, Draft], None]] = {
     COMPLETIONS: _completions,
     RESPONSES: _responses,
     MESSAGES: _messages,
+    COMPACT: _responses,
     "/v1/responses/input_tokens": _responses,
     "/v1/messages/count_tokens": _messages,
     "/tokenize": _tokenize,

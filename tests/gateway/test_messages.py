@@ -1,6 +1,7 @@
 """/v1/messages through Anthropic's client."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -9,6 +10,8 @@ import pytest
 
 from control.grammar import JsonSchema
 from tests.gateway.world import (
+    GLM_TEMPLATE,
+    LONG_CONTEXT,
     MODEL,
     WEATHER,
     RunningGateway,
@@ -18,6 +21,7 @@ from tests.gateway.world import (
     events_of,
     first_of_each_run,
     glm_call,
+    write_checkpoint,
 )
 
 TOOL: dict[str, Any] = {
@@ -342,3 +346,30 @@ def test_both_headers_may_carry_the_key(start_gateway: Callable[..., RunningGate
         pytest.raises(anthropic.AuthenticationError),
     ):
         client.messages.count_tokens(model=MODEL, messages=[QUESTION])  # type: ignore[list-item]
+
+
+def test_reasoning_that_is_not_wanted_is_left_out_where_a_model_cannot_but_reason(tmp_path: Path) -> None:
+    """As GLM-5.3."""
+    off = "{% if enable_thinking is defined and not enable_thinking %}</think>{% else %}<think>{% endif %}"
+    assert off in GLM_TEMPLATE
+    always = GLM_TEMPLATE.replace(off, "{% set end = '</think>' %}<think>")
+    checkpoint = write_checkpoint(tmp_path, always, LONG_CONTEXT, "glm_moe_dsa")
+    disabled: dict[str, Any] = {"thinking": {"type": "disabled"}, "tools": [TOOL]}
+    with World(checkpoint) as world:
+        world.says(f"Rome, then.</think>I look.\n{glm_call('Rome')}")
+        message = ask(world, **disabled)
+        assert [block.type for block in message.content] == ["text", "tool_use"]
+        with world.anthropic.messages.stream(model=MODEL, max_tokens=64, messages=[QUESTION], **disabled) as stream:
+            indexes = [event.index for event in stream if event.type == "content_block_start"]
+            streamed = stream.get_final_message()
+        assert indexes == [0, 1]
+        assert [block.type for block in streamed.content] == ["text", "tool_use"]
+        assert (streamed.content[0].text, streamed.content[1].input) == ("I look.", {"city": "Rome"})
+        assert world.prompt.endswith("<think>")
+        assert streamed.usage.output_tokens > len("Rome, then.")
+        assert post(world, "/v1/messages/count_tokens", **disabled).status_code == 200
+        assert post(world, chat_template_kwargs={"enable_thinking": False}).status_code == 400
+        body = {"model": MODEL, "messages": [QUESTION], "reasoning_effort": "none"}
+        assert world.http.post("/v1/chat/completions", json=body).status_code == 400
+        world.says("Only thoughts")
+        assert ask(world, **disabled).content == []

@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.gateway.world import RunningGateway, World, glm_call, glm_service
+from tests.gateway.world import MODEL, RunningGateway, World, glm_call, glm_service
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
@@ -74,6 +74,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "a", "logprobs": 2, "n": 2, "best_of": 3, "return_token_ids": True}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 1}),
     ("/v1/responses", {"input": "a", "top_logprobs": 2, "text": {"verbosity": "low"}, "tool_choice": "auto"}),
+    ("/v1/responses/compact", {"model": MODEL, "input": "a"}),
     ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": "a"}]}),
     ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a"}]}),
     ("/tokenize", {"prompt": "a", "return_token_strs": True}),

@@ -14,6 +14,7 @@ from cli.serve import is_ready
 from gateway.config import GatewayConfig
 from gateway.process import Gateway
 from tests.gateway.nodes import wait_until
+from tests.gateway.test_websocket import opened
 from tests.gateway.world import MODEL, RunningGateway, World
 
 Start = Callable[..., RunningGateway]
@@ -170,3 +171,16 @@ def test_files_that_cannot_serve_stop_the_start(checkpoint: Path, files: Files, 
     with pytest.raises(StartupError, match=complaint) as error:
         Gateway(GatewayConfig(model_path=checkpoint, port=0, control_port=0, **broken(files, damage)))
     assert "\n" not in str(error.value)
+
+
+def test_a_websocket_over_tls(start_world: Callable[..., World], files: Files) -> None:
+    world = start_world(**files.options)
+    with opened(world, ssl=files.trust()) as socket:
+        long = "x" * (300 << 10)
+        first = socket.response(input=[{"role": "user", "content": "a", "padding": long}], max_output_tokens=2)
+        second = socket.response(input="b", previous_response_id=first["id"], max_output_tokens=2)
+        assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
+        world.decode.hold_after = 1
+        socket.ask(input="c")
+        assert socket.event()["type"] == "response.created"
+    wait_until(lambda: len(world.decode.cancelled) == 1)

@@ -27,15 +27,19 @@ class Served:
     def __init__(self, limits: ConnectionLimits) -> None:
         self.metrics = Metrics()
         self.hellos = 0
-        router = status_router(lambda: None)
+        self.router = router = status_router(lambda: None)
         router.add_api_route("/huge", lambda: Response(b"x" * HUGE), methods=["GET"])
         router.add_api_route("/hello", self._hello, methods=["POST"])
+        self.add_routes()
         listener = bind_http("127.0.0.1", 0)
         self.port: int = listener.getsockname()[1]
         self.server = StatusServer(listener, router, refused=self.metrics.http_refused, limits=limits)
         # uvicorn's, 5 s in the service: here too it is longer than what the tests allow for a head.
         self.server._server.config.timeout_keep_alive = KEEP_ALIVE_S
         self.server.start()
+
+    def add_routes(self) -> None:
+        """For servers that have more."""
 
     async def _hello(self) -> str:
         """Reads nothing of its body."""
