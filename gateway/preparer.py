@@ -10,12 +10,11 @@ from base.errors import StartupError
 from base.tracing import NO_SPAN, TraceSpan
 from control.grammar import Grammar, Lark
 from control.messages import DraftCounts, Generate
-from gateway.chat_reading import ChatReading
 from gateway.config import GatewayConfig
 from gateway.detokenizer import TextOptions
 from gateway.errors import ApiError, shown
 from gateway.formats.conversation import FormatError
-from gateway.formats.families import ChatFormat, choose_format
+from gateway.formats.families import ChatFormat, ChatReading, choose_format
 from gateway.generation import TokenizedRequest
 from gateway.registry import Capacity
 from gateway.requests.chat import ChatCompletionRequest, ConvertedRequest

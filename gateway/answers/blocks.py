@@ -6,7 +6,7 @@ from typing import Literal
 
 from gateway.answers.streamed import CHARACTER_BYTES, Answer, StreamedAnswer
 from gateway.attempt import Delta
-from gateway.chat_reading import ChatReading
+from gateway.formats.families import ChatReading
 from gateway.formats.parsing import CallArguments, CallBegin, CallEnd, ContentDelta, Event, ReasoningDelta
 
 

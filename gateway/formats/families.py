@@ -1,10 +1,12 @@
 """Which chat format a checkpoint has, and prompts by a Jinja template, of the checkpoint or of --chat-template."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from jinja2 import Environment, TemplateSyntaxError
 
+from control.grammar import JsonSchema, Structure
 from gateway.formats import deepseek_v32, glm, hermes, json_calls
 from gateway.formats.conversation import (
     BEGIN_OF_REASONING,
@@ -20,7 +22,7 @@ from gateway.formats.conversation import (
 )
 from gateway.formats.grammar import CallGrammar, choice
 from gateway.formats.parsing import CallParser
-from gateway.formats.tools import CallRules, Tool, ToolSet
+from gateway.formats.tools import CallRules, Tool, ToolSet, parse_json
 
 _Renderer: TypeAlias = Callable[[Sequence[Message], Sequence[Tool], bool | None, Mapping[str, Any], PromptEnd], Prompt]
 """Arguments: messages, tools, whether to think, variables, end."""
@@ -151,6 +153,40 @@ class ChatFormat:
 
     def _syntax_of(self, rules: CallRules) -> type[CallParser] | None:
         return json_calls.JsonCallParser if self._syntax is None and rules.forced else self._syntax
+
+
+@dataclass(frozen=True)
+class ChatReading:
+    """How the answers of a chat are constrained and taken apart. reasoning: they begin with it."""
+
+    format: ChatFormat
+    calls: CallRules
+    reasoning: bool
+
+    def parser(self, whole: bool) -> CallParser:
+        """A parser of one answer. whole: the answer does not stream, so calls that break are text."""
+        return self.format.parser(self.calls, reasoning=self.reasoning, whole_calls=whole)
+
+    def call_grammar(self, structure: Structure | None, added_ids: Mapping[str, int]) -> str | None:
+        """The grammar of answers with calls; None: that of their text, `structure`, is all. Raises FormatError.
+
+        A call that is forced has no text. One that is not may stand in place of JSON, but of no other structure.
+        """
+        if not self.calls.tools:
+            return None
+        if structure is None or self.calls.forced:
+            return self.format.call_grammar(self.calls, added_ids) if self.calls.need_grammar else None
+        schema = _schema(structure)
+        return None if schema is None else self.format.call_grammar(self.calls, added_ids, schema)
+
+
+def _schema(structure: Structure) -> dict[str, Any] | None:
+    """The JSON schema of a structure; None if it is none. Decode nodes say what is wrong with one that is not JSON."""
+    try:
+        schema = parse_json(structure.schema_text) if isinstance(structure, JsonSchema) else None
+    except ValueError:
+        return None
+    return schema if isinstance(schema, dict) else None
 
 
 def _answer(

@@ -14,8 +14,8 @@ from gateway.answers.completions import CompletionAnswer
 from gateway.answers.openai import OpenAIAnswer
 from gateway.answers.streamed import Column, encode_json
 from gateway.attempt import Delta
-from gateway.chat_reading import ChatReading
 from gateway.detokenizer import TextOptions
+from gateway.formats.families import ChatReading
 from gateway.formats.tools import CallRules, ToolSet
 from gateway.generation import TokenizedRequest
 from gateway.preparer import ApiRequest, PreparedRequest

@@ -271,6 +271,8 @@ def test_of_kept_conversations_that_are_too_many_the_largest_is_forgotten(fresh:
 
     with opened(fresh) as large, opened(fresh) as small:
         forgotten = large.response(input=item(600), max_output_tokens=1)["id"]
+        # Its message counts until the turn has ended, which the client is not told.
+        wait_until(lambda: fresh.gateway.gateway._admission.held == 0)
         kept = small.response(input=item(500), max_output_tokens=1)["id"]
         wait_until(lambda: 'conversations_forgotten_total{reason="too_many_bytes"} 1.0' in fresh.metrics())
         assert large.error(input="b", previous_response_id=forgotten) == (400, "previous_response_not_found")
