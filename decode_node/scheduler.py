@@ -249,7 +249,7 @@ class Scheduler:
 
     def _note_drafts(self, request: Request, computed: Computed) -> tuple[int, int]:
         """Keep the drafts that a step made. Returns how many it verified, and how many of them were right."""
-        drawn = len(computed.tokens) + (computed.failure is not None)
+        drawn = len(computed.token_ids) + (computed.failure is not None)
         drafted = min(len(request.drafts), computed.width - 1) if drawn else 0
         accepted = drawn - 1 if drafted else 0
         if drafted:
@@ -264,14 +264,14 @@ class Scheduler:
         """Stream the tokens that a step gave a request, up to the one that ends it."""
         had = len(request.generated)
         try:
-            reason = request.extend([token.token_id for token in computed.tokens])
+            reason = request.extend(computed.token_ids)
         except GrammarViolation as violation:
             self.end(request, "error", f"decode step failed: {violation}")
             return
-        if tokens := computed.tokens[: len(request.generated) - had]:
+        if taken := len(request.generated) - had:
             if not had:
                 self._note_first_step(request)
-            self.outputs.tokens(request, tokens, reason)
+            self.outputs.tokens(request, computed.token_ids[:taken], reason, computed.reported[:taken])
         if reason is not None:
             self._close(request, reason)
         elif computed.failure is NoToken.NOTHING_ALLOWED:
