@@ -231,34 +231,12 @@ class Scheduler:
         return admitted
 
     def _take_tokens(self) -> bool:
-        """Stream the tokens of the step before. Whether there were any."""
+        """Stream the tokens of the step before, of requests that have not ended meanwhile. Whether there were any."""
         taken = self._steps.take()
-        all_drafted = all_accepted = 0
-        for request_id, computed in taken:
-            request = self.requests.get(request_id)
-            if request is None:
-                # It ended while the step was in flight.
-                continue
-            drafted, accepted = self._note_drafts(request, computed)
-            all_drafted += drafted
-            all_accepted += accepted
-            self._take(request, computed)
-        self._metrics.draft_tokens.inc(all_drafted)
-        self._metrics.accepted_draft_tokens.inc(all_accepted)
+        for request, computed in taken:
+            if request.state is not RequestState.FINISHED:
+                self._take(request, computed)
         return bool(taken)
-
-    def _note_drafts(self, request: Request, computed: Computed) -> tuple[int, int]:
-        """Keep the drafts that a step made. Returns how many it verified, and how many of them were right."""
-        drawn = len(computed.token_ids) + (computed.failure is not None)
-        drafted = min(len(request.drafts), computed.width - 1) if drawn else 0
-        accepted = drawn - 1 if drafted else 0
-        if drafted:
-            self._runner.policy.note_drafts(drafted, accepted)
-            request.drafted += drafted
-            request.accepted += accepted
-        request.launched += drawn - 1
-        request.drafts = computed.drafts
-        return drafted, accepted
 
     def _take(self, request: Request, computed: Computed) -> None:
         """Stream the tokens that a step gave a request, up to the one that ends it."""
