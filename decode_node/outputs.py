@@ -49,6 +49,11 @@ class _NewTokens(NamedTuple):
     cached_tokens: int
     drafts: DraftCounts
 
+    def output(self) -> Output:
+        """What a message says in addition to token ids."""
+        reported = tuple(self.reported)
+        return Output(self.request_id, self.start, reported, cached_tokens=self.cached_tokens, drafts=self.drafts)
+
 
 class StreamedTokens:
     """Tokens by index, in arrays: 4 bytes each, or 20 and 12 for each alternative if they are reported. As objects they
@@ -133,16 +138,11 @@ class OutputStream:
         """When the ended ones among them ended (time.monotonic), earliest first."""
 
     def tokens(
-        self,
-        request: Request,
-        token_ids: Sequence[int],
-        finish_reason: FinishReason | None,
-        reported: Sequence[Token] = (),
+        self, request: Request, token_ids: Sequence[int], reason: FinishReason | None, reported: Sequence[Token] = ()
     ) -> None:
         """Stream the tokens of a step, at least one, which were just added to the request.
 
-        finish_reason: why the last of them ends the request. reported: the same tokens, if it reports log
-        probabilities.
+        reason: why the last of them ends the request. reported: the same tokens, if it reports log probabilities.
         """
         now = time.monotonic()
         start = len(request.generated) - len(token_ids)
@@ -160,7 +160,7 @@ class OutputStream:
             stream.prompt = request.prompt_logprobs
             self._begun.append(stream)
         # The last output is repeated until the gateway has it: it has one token.
-        new = len(token_ids) - (finish_reason is not None)
+        new = len(token_ids) - (reason is not None)
         if new:
             cached_tokens = 0 if interval is not None else stream.cached_tokens
             self._new_of(stream.gateway).append(
@@ -170,16 +170,16 @@ class OutputStream:
             )
         elif interval is not None:
             self._metrics.inter_token.observe(interval)
-        if finish_reason is not None:
+        if reason is not None:
             last = Output(
                 request_id=request.request_id,
                 start=start + new,
                 tokens=stream.tokens.between(start + new, start + new + 1),
-                finish_reason=finish_reason,
+                finish_reason=reason,
                 cached_tokens=stream.cached_tokens,
                 drafts=stream.drafts,
             )
-            self._end(stream, last, finish_reason)
+            self._end(stream, last, reason)
 
     def end(self, request: Request, finish_reason: FinishReason, error: str | None = None) -> None:
         """End the stream of a request that was given up. The gateway needs none of its tokens any more."""
@@ -252,18 +252,11 @@ class OutputStream:
         for one in new:
             if one.interval is not None:
                 self._metrics.inter_token.observe(one.interval)
-        return Outputs.of_columns(
-            [one.request_id for one in new],
-            [one.start for one in new],
-            [one.token_ids for one in new],
-            {
-                row: Output(
-                    one.request_id, one.start, tuple(one.reported), cached_tokens=one.cached_tokens, drafts=one.drafts
-                )
-                for row, one in enumerate(new)
-                if one.reported or one.cached_tokens or any(one.drafts)
-            },
-        )
+        more = {
+            row: one.output() for row, one in enumerate(new) if one.reported or one.cached_tokens or any(one.drafts)
+        }
+        columns = [one.request_id for one in new], [one.start for one in new], [one.token_ids for one in new]
+        return Outputs.of_columns(*columns, more)
 
     def _new_of(self, gateway: Peer) -> list[_NewTokens]:
         if gateway.boot_id not in self._new:

@@ -4,7 +4,7 @@ A step gives hundreds of requests a token each. So messages are columns, which a
 each request and token takes twenty times as long.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, Literal, NamedTuple, Self
 
@@ -122,20 +122,15 @@ class Outputs(Message, sent_by=DECODE):
 
     @classmethod
     def of_columns(
-        cls,
-        request_ids: Sequence[str],
-        starts: Sequence[int],
-        token_ids: Sequence[Sequence[int]],
-        outputs: Mapping[int, Output],
+        cls, request_ids: Sequence[str], starts: Sequence[int], ids: Sequence[Sequence[int]], outputs: dict[int, Output]
     ) -> Self:
-        """Without an object for each token, of which a step has hundreds. outputs: by row, in order, those that have
-        more than token ids."""
+        """Without an object for each token. outputs: by row, in order, those that have more than token ids."""
         details = (RowDetails.of(row, output) for row, output in outputs.items())
         return cls(
             request_ids=tuple(request_ids),
             starts=_column(starts),
-            counts=_column([len(ids) for ids in token_ids]),
-            token_ids=_column(list(chain.from_iterable(token_ids))),
+            counts=_column(list(map(len, ids))),
+            token_ids=_column(list(chain.from_iterable(ids))),
             details=tuple(found for found in details if found is not None),
         )
 
