@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from control.messages import Sampling, Token
+from control.messages import Sampling
 from engine.runner import Batch, LaunchedStep, ModelRunner
-from engine.sampling import NoToken
 from hisparse.coordinator import HiSparseCoordinator
 
 GREEDY = Sampling(temperature=0)
@@ -41,7 +40,7 @@ def sample(runner: ModelRunner, step: LaunchedStep, key: int = 0, masks: torch.T
 def next_tokens(runner: ModelRunner, step: LaunchedStep, key: int = 0) -> list[int]:
     """Draw a step's tokens, as `sample` does, and wait for them. Raises RuntimeError where there is none."""
     sample(runner, step, key)
-    collected = [token for computed in runner.collect(step) for token in computed.tokens]
-    if missing := next((token for token in collected if isinstance(token, NoToken)), None):
+    collected = runner.collect(step)
+    if missing := next((computed.failure for computed in collected if computed.failure is not None), None):
         raise RuntimeError(str(missing))
-    return [token.token_id for token in collected if isinstance(token, Token)]
+    return [token_id for computed in collected for token_id in computed.token_ids]

@@ -8,7 +8,6 @@ What is kept is bounded: a running request has at most `max_new_tokens`; an ende
 one that was given up (client or gateway gone, or an error) keeps its last output only.
 """
 
-import math
 import time
 from array import array
 from collections.abc import Sequence
@@ -38,26 +37,34 @@ StreamKey = tuple[str, str, str]
 class _NewTokens(NamedTuple):
     """Tokens of one request that do not end it. Fields as in Output.
 
-    interval: seconds between two of them, and from the one before to the first, on average; None at its first token.
+    reported: the same tokens, if the request reports log probabilities. interval: seconds between two of them, and from
+    the one before to the first, on average; None at its first token.
     """
 
     request_id: str
     start: int
-    tokens: Sequence[Token]
+    token_ids: Sequence[int]
+    reported: Sequence[Token]
     interval: float | None
     cached_tokens: int
     drafts: DraftCounts
 
+    def output(self) -> Output:
+        """What a message says in addition to token ids."""
+        reported = tuple(self.reported)
+        return Output(self.request_id, self.start, reported, cached_tokens=self.cached_tokens, drafts=self.drafts)
+
 
 class StreamedTokens:
-    """Tokens by index, in arrays: 20 bytes each and 12 for each alternative. As objects they would take kilobytes."""
+    """Tokens by index, in arrays: 4 bytes each, or 20 and 12 for each alternative if they are reported. As objects they
+    would take kilobytes."""
 
     def __init__(self, first: int = 0) -> None:
         """first: index of the first one."""
         self._first = first
         self._ids = array("i")
         self._logprobs = array("d")
-        """Not a number where none was asked for."""
+        """Of each token, as the arrays below; or all of these are empty."""
         self._top_ids = array("i")
         self._top_logprobs = array("d")
         self._top_stops = array("q")
@@ -71,10 +78,12 @@ class StreamedTokens:
         """Index of the next token."""
         return self._first + len(self)
 
-    def extend(self, tokens: Sequence[Token]) -> None:
-        self._ids.extend([token.token_id for token in tokens])
-        self._logprobs.extend([math.nan if token.logprob is None else token.logprob for token in tokens])
-        for token in tokens:
+    def extend(self, token_ids: Sequence[int], reported: Sequence[Token] = ()) -> None:
+        """reported: the same tokens with their log probabilities, of a request that reports them."""
+        self._ids.extend(token_ids)
+        for token in reported:
+            assert token.logprob is not None, "it is reported"
+            self._logprobs.append(token.logprob)
             for token_id, logprob in token.top_logprobs:
                 self._top_ids.append(token_id)
                 self._top_logprobs.append(logprob)
@@ -86,11 +95,12 @@ class StreamedTokens:
         return tuple(self._token(place) for place in places)
 
     def _token(self, index: int) -> Token:
-        logprob = self._logprobs[index]
+        if not self._logprobs:
+            return Token(self._ids[index])
         top = slice(self._top_stops[index - 1] if index else 0, self._top_stops[index])
         return Token(
             token_id=self._ids[index],
-            logprob=None if math.isnan(logprob) else logprob,
+            logprob=self._logprobs[index],
             top_logprobs=tuple(zip(self._top_ids[top], self._top_logprobs[top], strict=True)),
         )
 
@@ -127,20 +137,22 @@ class OutputStream:
         self._ended_at: dict[StreamKey, float] = {}
         """When the ended ones among them ended (time.monotonic), earliest first."""
 
-    def tokens(self, request: Request, tokens: Sequence[Token], finish_reason: FinishReason | None) -> None:
+    def tokens(
+        self, request: Request, token_ids: Sequence[int], reason: FinishReason | None, reported: Sequence[Token] = ()
+    ) -> None:
         """Stream the tokens of a step, at least one, which were just added to the request.
 
-        finish_reason: why the last of them ends the request.
+        reason: why the last of them ends the request. reported: the same tokens, if it reports log probabilities.
         """
         now = time.monotonic()
-        start = len(request.generated) - len(tokens)
-        interval = (now - request.last_token_at) / len(tokens) if start > request.resumed_at else None
+        start = len(request.generated) - len(token_ids)
+        interval = (now - request.last_token_at) / len(token_ids) if start > request.resumed_at else None
         if interval is None:
             self._metrics.ttft.observe(now - request.arrived)
         request.last_token_at = now
-        self._new_tokens += len(tokens)
+        self._new_tokens += len(token_ids)
         stream = self._stream_of(request)
-        stream.tokens.extend(tokens)
+        stream.tokens.extend(token_ids, reported)
         stream.cached_tokens = request.cached_tokens or 0
         if request.generate.counts_drafts:
             stream.drafts = request.drafted, request.accepted
@@ -148,24 +160,26 @@ class OutputStream:
             stream.prompt = request.prompt_logprobs
             self._begun.append(stream)
         # The last output is repeated until the gateway has it: it has one token.
-        new = tokens if finish_reason is None else tokens[:-1]
+        new = len(token_ids) - (reason is not None)
         if new:
             cached_tokens = 0 if interval is not None else stream.cached_tokens
             self._new_of(stream.gateway).append(
-                _NewTokens(request.request_id, start, new, interval, cached_tokens, stream.drafts)
+                _NewTokens(
+                    request.request_id, start, token_ids[:new], reported[:new], interval, cached_tokens, stream.drafts
+                )
             )
         elif interval is not None:
             self._metrics.inter_token.observe(interval)
-        if finish_reason is not None:
+        if reason is not None:
             last = Output(
                 request_id=request.request_id,
-                start=len(request.generated) - 1,
-                tokens=(tokens[-1],),
-                finish_reason=finish_reason,
+                start=start + new,
+                tokens=stream.tokens.between(start + new, start + new + 1),
+                finish_reason=reason,
                 cached_tokens=stream.cached_tokens,
                 drafts=stream.drafts,
             )
-            self._end(stream, last, finish_reason)
+            self._end(stream, last, reason)
 
     def end(self, request: Request, finish_reason: FinishReason, error: str | None = None) -> None:
         """End the stream of a request that was given up. The gateway needs none of its tokens any more."""
@@ -238,12 +252,11 @@ class OutputStream:
         for one in new:
             if one.interval is not None:
                 self._metrics.inter_token.observe(one.interval)
-        return Outputs.of(
-            [
-                Output(one.request_id, one.start, tuple(one.tokens), cached_tokens=one.cached_tokens, drafts=one.drafts)
-                for one in new
-            ]
-        )
+        more = {
+            row: one.output() for row, one in enumerate(new) if one.reported or one.cached_tokens or any(one.drafts)
+        }
+        columns = [one.request_id for one in new], [one.start for one in new], [one.token_ids for one in new]
+        return Outputs.of_columns(*columns, more)
 
     def _new_of(self, gateway: Peer) -> list[_NewTokens]:
         if gateway.boot_id not in self._new:

@@ -231,47 +231,25 @@ class Scheduler:
         return admitted
 
     def _take_tokens(self) -> bool:
-        """Stream the tokens of the step before. Whether there were any."""
+        """Stream the tokens of the step before, of requests that have not ended meanwhile. Whether there were any."""
         taken = self._steps.take()
-        all_drafted = all_accepted = 0
-        for request_id, computed in taken:
-            request = self.requests.get(request_id)
-            if request is None:
-                # It ended while the step was in flight.
-                continue
-            drafted, accepted = self._note_drafts(request, computed)
-            all_drafted += drafted
-            all_accepted += accepted
-            self._take(request, computed)
-        self._metrics.draft_tokens.inc(all_drafted)
-        self._metrics.accepted_draft_tokens.inc(all_accepted)
+        for request, computed in taken:
+            if request.state is not RequestState.FINISHED:
+                self._take(request, computed)
         return bool(taken)
-
-    def _note_drafts(self, request: Request, computed: Computed) -> tuple[int, int]:
-        """Keep the drafts that a step made. Returns how many it verified, and how many of them were right."""
-        drawn = len(computed.tokens) + (computed.failure is not None)
-        drafted = min(len(request.drafts), computed.width - 1) if drawn else 0
-        accepted = drawn - 1 if drafted else 0
-        if drafted:
-            self._runner.policy.note_drafts(drafted, accepted)
-            request.drafted += drafted
-            request.accepted += accepted
-        request.launched += drawn - 1
-        request.drafts = computed.drafts
-        return drafted, accepted
 
     def _take(self, request: Request, computed: Computed) -> None:
         """Stream the tokens that a step gave a request, up to the one that ends it."""
         had = len(request.generated)
         try:
-            reason = request.extend([token.token_id for token in computed.tokens])
+            reason = request.extend(computed.token_ids)
         except GrammarViolation as violation:
             self.end(request, "error", f"decode step failed: {violation}")
             return
-        if tokens := computed.tokens[: len(request.generated) - had]:
+        if taken := len(request.generated) - had:
             if not had:
                 self._note_first_step(request)
-            self.outputs.tokens(request, tokens, reason)
+            self.outputs.tokens(request, computed.token_ids[:taken], reason, computed.reported[:taken])
         if reason is not None:
             self._close(request, reason)
         elif computed.failure is NoToken.NOTHING_ALLOWED:

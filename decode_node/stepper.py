@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import structlog
@@ -19,6 +20,13 @@ from ranks.barrier import GroupFailed
 from ranks.group import Ranks
 
 log = structlog.get_logger(__name__)
+
+
+class _Step(NamedTuple):
+    """A step with the requests of its entries."""
+
+    launched: LaunchedStep
+    requests: tuple[Request, ...]
 
 
 class Stepper:
@@ -43,11 +51,9 @@ class Stepper:
         self._metrics = metrics
         self._on_failure = on_failure
         self._ranks = ranks
-        self._launched: LaunchedStep | None = None
+        self._launched: _Step | None = None
         """The step whose tokens are not sampled yet."""
-        self._requests: tuple[Request, ...] = ()
-        """Those of that step, entry by entry."""
-        self._in_flight: LaunchedStep | None = None
+        self._in_flight: _Step | None = None
         """The step whose tokens are being sampled and were not taken yet."""
         self._taken_at: float | None = None
         """When the tokens of the last step came (time.perf_counter), if another one was in flight by then."""
@@ -83,22 +89,38 @@ class Stepper:
         self._metrics.decode_batch_size.observe(len(requests))
         self._stepped.update(ids)
         with self._guarded(batch), self._in_group():
-            self._launched = self._runner.launch(batch, size.batch)
-            self._requests = tuple(requests)
+            self._launched = _Step(self._runner.launch(batch, size.batch), tuple(requests))
 
-    def take(self) -> list[tuple[str, Computed]]:
-        """Wait for what the step in flight has computed, with the ids of its requests."""
+    def take(self) -> list[tuple[Request, Computed]]:
+        """Wait for what the step in flight has computed for each of its requests, of which some may have ended."""
         step, self._in_flight = self._in_flight, None
         before, self._taken_at = self._taken_at, None
         if step is not None:
-            with self._guarded(step.batch):
-                computed = self._runner.collect(step)
+            with self._guarded(step.launched.batch):
+                computed = self._runner.collect(step.launched)
                 self._taken_at = time.perf_counter()
                 if before is not None:
                     # The device computed it meanwhile, and nothing else.
-                    self._runner.policy.note_time(step.size, self._taken_at - before)
-                return list(zip(step.batch.request_ids, computed, strict=True))
+                    self._runner.policy.note_time(step.launched.size, self._taken_at - before)
+                self._note_drafts(step.requests, computed)
+                return list(zip(step.requests, computed, strict=True))
         return []
+
+    def _note_drafts(self, requests: Sequence[Request], found: Sequence[Computed]) -> None:
+        """Keep the drafts that a step made, and count those that it verified."""
+        all_drafted = all_accepted = 0
+        for request, computed in zip(requests, found, strict=True):
+            drawn = len(computed.token_ids) + (computed.failure is not None)
+            if drafted := min(len(request.drafts), computed.width - 1) if drawn else 0:
+                self._runner.policy.note_drafts(drafted, drawn - 1)
+                request.drafted += drafted
+                request.accepted += drawn - 1
+                all_drafted += drafted
+                all_accepted += drawn - 1
+            request.launched += drawn - 1
+            request.drafts = computed.drafts
+        self._metrics.draft_tokens.inc(all_drafted)
+        self._metrics.accepted_draft_tokens.inc(all_accepted)
 
     def sample(self) -> None:
         """Queue the sampling of the step that was launched, which is in flight from now on.
@@ -109,32 +131,32 @@ class Stepper:
         step, self._launched = self._launched, None
         if step is None:
             return
-        with self._guarded(step.batch):
-            width = step.batch.places.width
-            alive = [request if request.state is not RequestState.FINISHED else None for request in self._requests]
+        with self._guarded(step.launched.batch):
+            width = step.launched.batch.places.width
+            alive = [request if request.state is not RequestState.FINISHED else None for request in step.requests]
             masks = self._grammars.masks(alive, width)
             for entry, reason in masks.failed.items():
-                self._on_failure([step.batch.request_ids[entry]], GrammarViolation(reason))
+                self._on_failure([step.launched.batch.request_ids[entry]], GrammarViolation(reason))
             bans = [
                 Ban(entry * width + place, token_ids)
-                for entry, request in enumerate(self._requests)
+                for entry, request in enumerate(step.requests)
                 if request.adjusts
                 for place in range(min(width, 1 + len(request.drafts)))
                 if len(token_ids := request.banned_tokens.after(request.generated, request.drafts[:place]))
             ]
-            keys = [request.random.keys(len(request.generated), 2 * width - 1) for request in self._requests]
+            keys = [request.random.keys(len(request.generated), 2 * width - 1) for request in step.requests]
             # Their rows and slots may have other owners from the next turn on.
-            ended = [i for i, request in enumerate(self._requests) if request.state is RequestState.FINISHED]
-            self._runner.sample(step, np.array(keys), bans, masks.words, ended)
+            ended = [i for i, request in enumerate(step.requests) if request.state is RequestState.FINISHED]
+            self._runner.sample(step.launched, np.array(keys), bans, masks.words, ended)
         # After a failure, too: the other ranks of a group compute it.
-        with self._guarded(step.batch), self._in_group():
-            self._in_flight = step if self._runner.draft(step) else None
+        with self._guarded(step.launched.batch), self._in_group():
+            self._in_flight = step if self._runner.draft(step.launched) else None
 
     def take_stepped(self) -> set[str]:
         """Ids of requests that were in a step since the last call. Those in flight are also in the next call's result:
         the device may not have computed them yet."""
         stepped = self._stepped
-        self._stepped = set() if self._in_flight is None else set(self._in_flight.batch.request_ids)
+        self._stepped = set() if self._in_flight is None else set(self._in_flight.launched.batch.request_ids)
         return stepped
 
     @contextmanager

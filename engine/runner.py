@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import NamedTuple, Self, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -64,19 +63,14 @@ class Computed(NamedTuple):
     """What a step gave a request: its next tokens, at most `width`, and drafts of those after them.
 
     There may be no token at all, if the step came to the end of what the request may get. failure: why no token follows
-    these.
+    these. reported: the same tokens, if the request reports log probabilities; most do not, and a step has hundreds.
     """
 
-    tokens: Sequence[Token]
+    token_ids: Sequence[int]
     width: int
     drafts: Sequence[int] = ()
     failure: NoToken | None = None
-
-    @classmethod
-    def of(cls, drawn: Sequence[Token | NoToken], width: int, drafts: Sequence[int]) -> Self:
-        """drawn: what was drawn for the request. A NoToken is the last of them."""
-        failure = drawn[-1] if drawn and isinstance(drawn[-1], NoToken) else None
-        return cls(cast("Sequence[Token]", drawn if failure is None else drawn[:-1]), width, drafts, failure)
+    reported: Sequence[Token] = ()
 
 
 class ModelRunner:
@@ -203,17 +197,19 @@ class ModelRunner:
         assert step.computed is not None, "a step is collected after it was sampled"
         batch, width = step.batch, step.batch.places.width
         found = step.computed.wait()
-        drawn, counted, drafted = found.tensor_split((found.shape[1] - width, found.shape[1] - width + 1), dim=1)
-        counts = counted.flatten().int().tolist()
+        drawn, others = found[:, :-width].reshape(len(batch), width, -1), found[:, -width:].int().tolist()
+        counts = [count for count, *_ in others]
         self._coordinator.step_over(batch.places, dict(zip(batch.request_ids, counts, strict=True)))
-        final = (torch.arange(width) < counted).flatten()
-        requests = [sampling for sampling, count in zip(batch.sampling, counts, strict=True) for _ in range(count)]
-        tokens = tokens_of(drawn.reshape(len(final), -1)[final], requests)
-        stops = accumulate(counts)
-        return [
-            Computed.of(tokens[stop - count : stop], width, drafts)
-            for stop, count, drafts in zip(stops, counts, drafted.int().tolist(), strict=True)
-        ]
+        computed = []
+        for entry, (ids, (count, *drafts)) in enumerate(zip(drawn[:, :, 0].int().tolist(), others, strict=True)):
+            # What is no token is the last of them.
+            failure = NoToken(ids[count - 1]) if count and ids[count - 1] < 0 else None
+            token_ids = ids[: count if failure is None else count - 1]
+            sampling, reported = batch.sampling[entry], []
+            if sampling.top_logprobs is not None:
+                reported = tokens_of(drawn[entry, : len(token_ids)], [sampling] * len(token_ids))
+            computed.append(Computed(token_ids, width, drafts, failure, cast("list[Token]", reported)))
+        return computed
 
     def check_device(self) -> None:
         """After an error outside of a step: raise DeviceFailed if the device does not work any more."""

@@ -197,8 +197,6 @@ _CACHED_LOGITS = 2**17
 
 def tokens_of(drawn: torch.Tensor, requests: Sequence[Sampling]) -> list[Token | NoToken]:
     """The tokens that `draw` returned, on the host by now. requests: the one of each token."""
-    if drawn.shape[1] == 1:  # no log probabilities, as in most steps
-        return [Token(token_id) if token_id >= 0 else NoToken(token_id) for token_id in drawn.flatten().int().tolist()]
     return [_token(row, sampling.top_logprobs) for row, sampling in zip(drawn.tolist(), requests, strict=True)]
 
 

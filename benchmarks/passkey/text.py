@@ -18,18 +18,18 @@ def reference_text() -> str:
     return joined.encode("ascii", errors="ignore").decode()
 
 
-def passage(rng: random.Random, length: int) -> str:
-    """So many characters of the text, from the beginning of a line on.
+def passage(rng: random.Random, length: int, text: str = "") -> str:
+    """So many characters of a text, by default the reference, from the beginning of a line on.
 
     Raises ValueError for more than half of the text, of which passages would hardly differ.
     """
-    text = reference_text()
+    text = text or reference_text()
     if not 0 <= length <= len(text) // 2:
         raise ValueError(f"a passage has at most {len(text) // 2} characters, not {length}")
     start = text.index("\n", rng.randrange(len(text) // 2)) + 1
     return text[start : start + length]
 
 
-def passage_ids(rng: random.Random, length: int) -> list[int]:
+def passage_ids(rng: random.Random, length: int, text: str = "") -> list[int]:
     """A passage as so many token ids of the model, the first of which begins a text. Raises ValueError as `passage`."""
-    return [BEGIN_ID, *passage(rng, length - 1).encode()]
+    return [BEGIN_ID, *passage(rng, length - 1, text).encode()]

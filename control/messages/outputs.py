@@ -4,7 +4,8 @@ A step gives hundreds of requests a token each. So messages are columns, which a
 each request and token takes twenty times as long.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
@@ -112,12 +113,24 @@ class Outputs(Message, sent_by=DECODE):
 
     @classmethod
     def of(cls, outputs: Sequence[Output]) -> Self:
-        details = (RowDetails.of(row, output) for row, output in enumerate(outputs))
+        return cls.of_columns(
+            [output.request_id for output in outputs],
+            [output.start for output in outputs],
+            [[token.token_id for token in output.tokens] for output in outputs],
+            dict(enumerate(outputs)),
+        )
+
+    @classmethod
+    def of_columns(
+        cls, request_ids: Sequence[str], starts: Sequence[int], ids: Sequence[Sequence[int]], outputs: dict[int, Output]
+    ) -> Self:
+        """Without an object for each token. outputs: by row, in order, those that have more than token ids."""
+        details = (RowDetails.of(row, output) for row, output in outputs.items())
         return cls(
-            request_ids=tuple([output.request_id for output in outputs]),
-            starts=_column([output.start for output in outputs]),
-            counts=_column([len(output.tokens) for output in outputs]),
-            token_ids=_column([token.token_id for output in outputs for token in output.tokens]),
+            request_ids=tuple(request_ids),
+            starts=_column(starts),
+            counts=_column(list(map(len, ids))),
+            token_ids=_column(list(chain.from_iterable(ids))),
             details=tuple(found for found in details if found is not None),
         )
 
@@ -151,7 +164,7 @@ class Outputs(Message, sent_by=DECODE):
             yield details[row].added_to(output) if row in details else output
 
 
-def _column(values: Iterable[int]) -> bytes:
+def _column(values: Sequence[int]) -> bytes:
     return np.array(values, _INT).tobytes()
 
 

@@ -36,7 +36,7 @@ class Harness:
         first = len(self.request.generated)
         numbers = range(first, first + count)
         self.request.generated.extend(numbers)
-        self.stream.tokens(self.request, [a_token(number) for number in numbers], finish_reason)
+        self.stream.tokens(self.request, numbers, finish_reason, [a_token(number) for number in numbers])
         self.stream.flush()
 
     def decode(self, count: int, finish_reason: FinishReason | None = None) -> None:
@@ -98,7 +98,7 @@ def test_prompt_log_probabilities_come_in_pieces_before_the_first_token() -> Non
     h.request = Request(Generate(request_id="r", prompt_ids=(1,) * 3000, max_new_tokens=9, prompt_logprobs=20), GATEWAY)
     h.request.prompt_logprobs = table = PromptLogprobTable(3000, 20)
     h.request.generated.append(5)
-    h.stream.tokens(h.request, [a_token(5)], "stop")
+    h.stream.tokens(h.request, [5], "stop", [a_token(5)])
     h.stream.flush()
     *pieces, last = h.control.outputs()
     assert [output.prompt_logprobs for output in pieces] == list(table.pieces())
@@ -184,17 +184,18 @@ def test_tokens_of_a_request_that_runs_are_kept_however_long_that_takes(monkeypa
 tokens = st.builds(
     Token,
     token_id=st.integers(0, 2**31 - 1),
-    logprob=st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    logprob=st.floats(allow_nan=False, allow_infinity=False),
     top_logprobs=st.lists(
         st.tuples(st.integers(0, 2**31 - 1), st.floats(allow_nan=False, allow_infinity=False)), max_size=20
     ).map(tuple),
 )
 
 
-@given(st.lists(tokens, max_size=10), st.integers(0, 10), st.integers(0, 12), st.integers(0, 12))
-def test_tokens_come_out_as_they_went_in(streamed: list[Token], cut: int, start: int, stop: int) -> None:
+@given(st.lists(tokens, max_size=10), st.booleans(), st.integers(0, 10), st.integers(0, 12), st.integers(0, 12))
+def test_tokens_come_out_as_they_went_in(streamed: list[Token], reports: bool, cut: int, start: int, stop: int) -> None:
     kept = StreamedTokens()
-    kept.extend(streamed[:cut])
-    kept.extend(streamed[cut:])
+    for part in (streamed[:cut], streamed[cut:]):
+        kept.extend([token.token_id for token in part], part if reports else ())
     assert len(kept) == len(streamed)
-    assert kept.between(start, stop) == tuple(streamed[start:stop])
+    expected = streamed if reports else [Token(token.token_id) for token in streamed]
+    assert kept.between(start, stop) == tuple(expected[start:stop])
