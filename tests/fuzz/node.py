@@ -26,6 +26,7 @@ from tests.fuzz.hostile import HOSTILE_SALT, Hostile
 from tests.fuzz.messages import Sent, message
 from tests.fuzz.watched import ENVIRONMENT, MODULE, Measures
 from tests.fuzz.wire import known_values
+from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S
 
 TURN_S, TURN_S_PER_BYTE = 0.1, 2e-7
 """Of a processor, for one turn of the node's loop, and for what its control thread does with one message."""
@@ -36,6 +37,8 @@ DRIFT_BYTES, DRIFT_OBJECTS = 128 << 20, 300_000
 BATCH = 50
 """After so many messages every request is cancelled, and the node must hold nothing."""
 ANSWER_S, HONEST_S = 20.0, 10.0
+RELEASE_S = ANSWER_S + DRAIN_GRACE_S + LANDED_CAN_WAIT_S
+"""A prefill node may say of what it has sent that bytes linger. The slots then wait for a fence."""
 MOST_FINDINGS = 5
 SENDERS: Mapping[Role, tuple[Role, ...]] = {"decode": ("gateway", "prefill")}
 
@@ -189,7 +192,7 @@ class Service:
         with self._asking:
             for one in request_ids:
                 gateway.send((encode(Cancel(request_id=one), gateway.me),))
-            until, held = time.monotonic() + ANSWER_S * patience(), self._held()
+            until, held = time.monotonic() + RELEASE_S * patience(), self._held()
             while held and time.monotonic() < until and self.node.process.poll() is None:
                 time.sleep(0.02)
                 held = self._held()
