@@ -146,7 +146,8 @@ class Gateway:
         self._conversations = HeldAnswers(
             limits.max_body_bytes, limits.max_total_bytes, self.metrics.conversations_forgotten
         )
-        sockets = OpenSockets(config.max_concurrent_requests, self._conversations)
+        connections = _max_connections(config.max_concurrent_requests)
+        sockets = OpenSockets(max(1, connections // _CONNECTIONS_PER_REQUEST), self._conversations)
         app = ApiServer(self._completer, self._rejection_reason, sockets).app()
         app.include_router(status_router(self._unready_reason))
         self._cluster: ClusterStatus | None = None
@@ -165,11 +166,7 @@ class Gateway:
         self._http = HttpServer(
             AccessLog(self._admission, self.metrics.http_requests, self.tracer),
             self._listener,
-            ConnectionLimits(
-                _max_connections(config.max_concurrent_requests),
-                config.header_timeout,
-                max_message_bytes=limits.max_body_bytes,
-            ),
+            ConnectionLimits(connections, config.header_timeout, max_message_bytes=limits.max_body_bytes),
             self.metrics.http_refused,
             tls=None if tls is None else tls.get,
             stop_timeout=5,

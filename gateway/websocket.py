@@ -7,7 +7,6 @@ HTTP's. Here events become messages, and the last conversation is kept for `prev
 import asyncio
 import time
 from collections import Counter
-from dataclasses import dataclass
 
 import orjson
 from starlette.types import Message
@@ -27,23 +26,10 @@ _OWN_HEADERS = (b"content-type", b"content-length", b"x-request-id")
 _DONE = (b"event: response.completed\n", b"event: response.incomplete\n")
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """The last response of a connection. items: JSON of the input that led to it. done: its last event."""
-
-    response_id: str
-    items: bytes
-    done: bytes
-
-    def all_items(self) -> bytes:
-        """JSON of input and output."""
-        return _joined(self.items, encode_json(orjson.loads(self.done)["response"]["output"]))
-
-
 class Turn:
     """One message, as the POST that it becomes. The scope of that has it as "turn"."""
 
-    def __init__(self, websocket: WebSocket, message: bytes, earlier: Conversation | None) -> None:
+    def __init__(self, websocket: WebSocket, message: bytes, earlier: "Turn | None") -> None:
         """earlier: what the message may continue."""
         self._websocket = websocket
         self._left: asyncio.Event = websocket.scope["socket"].left
@@ -52,9 +38,11 @@ class Turn:
         self.response_id = ""
         self.continues = False
         """Whether the message names the earlier response."""
-        self._items = b""
+        self.items = b""
+        """JSON of the whole input."""
+        self.done = b""
+        """The last event, if the turn has not failed."""
         self._status = 0
-        self._done = b""
         self.closes = False
         """Whether the connection is to be closed after it, since the gateway stops."""
 
@@ -69,14 +57,10 @@ class Turn:
                 )
                 raise ApiError(400, text, param="previous_response_id", code="previous_response_not_found")
             self.continues = True
-            items = _joined(self._earlier.all_items(), items)
-        self._items = items
+            output = orjson.loads(self._earlier.done)["response"]["output"]
+            items = _joined(self._earlier.items, encode_json(output), items)
+        self._earlier, self.items = None, items
         return b'%b,"input":%b}' % (encode_json({**asked.others, "stream": True})[:-1], items)
-
-    @property
-    def conversation(self) -> Conversation | None:
-        """What the next message may continue; None if the turn has failed."""
-        return Conversation(self.response_id, self._items, self._done) if self._done else None
 
     async def receive(self) -> Message:
         body, self._unread = self._unread, None
@@ -99,7 +83,7 @@ class Turn:
             for event in message["body"].split(b"\n\n")[:-1]:
                 data = event.partition(b"\ndata: ")[2]
                 if event.startswith(_DONE):
-                    self._done = data
+                    self.done = data
                 await self._send(data)
 
     async def _send(self, data: bytes) -> None:
@@ -164,9 +148,10 @@ class ResponseSocket:
         self._websocket = websocket
         self._left: asyncio.Event = websocket.scope["socket"].left
         self._conversations = conversations
-        self._conversation: Conversation | None = None
+        self._last: Turn | None = None
+        """The one that the next message may continue."""
         self._kept: HeldBytes | None = None
-        """What the conversation counts."""
+        """What that counts."""
         self._turns = 0
 
     async def answer(self) -> None:
@@ -198,30 +183,30 @@ class ResponseSocket:
             b"%b-%d" % (scope["access"].http_request_id.encode(), self._turns),
         )
         post = {**scope, "type": "http", "method": "POST", "headers": [*headers, *zip(_OWN_HEADERS, own, strict=True)]}
-        turn = Turn(self._websocket, message, self._conversation)
+        turn = Turn(self._websocket, message, self._last)
         await scope["served_by"]({**post, "turn": turn}, turn.receive, turn.send)
-        if (conversation := turn.conversation) is not None:
-            self._keep(conversation)
+        if turn.done:
+            self._keep(turn)
         elif turn.continues:
             self.forget()
         return turn
 
-    def _keep(self, conversation: Conversation) -> None:
+    def _keep(self, turn: Turn) -> None:
         """Keep it instead of the last one, if it is not too large."""
         self.forget()
         kept = self._conversations.account()
         try:
-            kept.take(len(conversation.items) + len(conversation.done))
+            kept.take(len(turn.items) + len(turn.done))
         except ApiError:
             kept.close()
         else:
-            self._conversation, self._kept = conversation, kept
+            self._last, self._kept = turn, kept
             kept.abort = self.forget
 
     def forget(self) -> None:
         if self._kept is not None:
             self._kept.close()
-        self._conversation = self._kept = None
+        self._last = self._kept = None
 
 
 def error_event(status: int, error: ErrorDetail) -> bytes:

@@ -214,7 +214,7 @@ INPUT: dict[str, Any] = {"prompt": "a", "input": "a", "messages": [{"role": "use
 
 @pytest.mark.parametrize("path", PATHS)
 def test_every_field_becomes_of_what_the_readme_says(http: httpx.Client, path: str) -> None:
-    needed = {**INPUT, "max_tokens": 1, "max_output_tokens": 1}
+    needed = {**INPUT, "model": MODEL, "max_tokens": 1, "max_output_tokens": 1}
     body = {name: value for name, value in needed.items() if name in BODIES[path].model_fields}
     if path == "/tokenize":
         del body["prompt"]

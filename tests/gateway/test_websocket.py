@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tests.gateway.nodes import wait_until
 from tests.gateway.test_access import key_file, refused
 from tests.gateway.test_access_log import answered
 from tests.gateway.world import MODEL, World, events_of, glm_call
-from tests.service.test_websocket import TEXT, frame
+from tests.service.test_websocket import RESET, TEXT, closed, frame
 
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
 START = Callable[..., World]
@@ -61,11 +61,7 @@ class Socket:
 
     def closed(self) -> int:
         """The code with which the gateway closes the connection."""
-        try:
-            while True:
-                self.connection.recv(timeout=10)
-        except ConnectionClosed as error:
-            return error.rcvd.code if error.rcvd else 1006
+        return closed(self.connection)
 
 
 @contextmanager
@@ -231,8 +227,9 @@ def test_a_client_that_leaves_in_the_middle_stops_its_request(fresh: World) -> N
 @pytest.mark.parametrize("fresh", [{"max_body_mib": 1, "header_timeout": 0.5}], indirect=True)
 def test_a_message_that_is_too_large_or_too_slow_ends_the_connection(fresh: World) -> None:
     with opened(fresh) as socket:
-        socket.ask(input="x" * (1 << 20))
-        assert socket.closed() == 1009
+        with suppress(ConnectionClosed):
+            socket.ask(input="x" * (1 << 20))
+        assert socket.closed() in (1009, RESET)
     assert refused(fresh.gateway, "body_too_large") == 1
     with opened(fresh) as socket:
         socket.connection.socket.sendall(b"\x81\xff" + (1 << 19).to_bytes(8, "big") + b"\0\0\0\0" + b"{" * 100)
@@ -248,8 +245,9 @@ def test_messages_that_arrive_count_as_bodies_do(fresh: World) -> None:
         first.connection.socket.sendall(head + b"{" * (900 << 10))
         wait_until(lambda: fresh.gateway.gateway._admission.held > 800 << 10)
         with opened(fresh) as second:
-            second.connection.socket.sendall(head + b"{" * (200 << 10))
-            assert second.closed() == 1013
+            with suppress(ConnectionError):
+                second.connection.socket.sendall(head + b"{" * (200 << 10))
+            assert second.closed() in (1013, RESET)
         assert fresh.post(prompt="x" * (200 << 10)).status_code == 429
         assert refused(fresh.gateway, "too_many_bytes") >= 2
     wait_until(lambda: fresh.gateway.gateway._admission.held == 0)
