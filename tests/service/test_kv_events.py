@@ -191,7 +191,7 @@ def test_a_subscriber_rebuilds_the_cache(
     assert {event.get("medium", "CPU") for event in subscriber.events} == {"CPU"}
     assert subscriber.ranks == {0}
     if loses:
-        assert subscriber.replayed > 5
+        assert subscriber.replayed
 
 
 def test_who_comes_late_gets_what_is_kept(publish: Publish, subscribe: Callable[..., Subscriber]) -> None:
