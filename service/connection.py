@@ -124,14 +124,26 @@ class _Parser(h11.Connection):
         return event
 
 
-class ReaderDeadline:
-    """What connections of both kinds have: a deadline for the client to read, and a count of refusals by reason."""
+class ReaderDeadline(asyncio.Protocol):
+    """What connections of both kinds have: a deadline for the client to read, and a count of refusals by reason.
+
+    It stands before a protocol of uvicorn among the bases.
+    """
 
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
     _limits: ConnectionLimits
     _refused: Counter
     _reader_timer: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._reader_caught_up()
 
     def _expect_reader(self) -> None:
         """Start the deadline for the client to read what is written: a connection closes only after that."""
@@ -241,15 +253,6 @@ class GuardedConnection(ReaderDeadline, H11Protocol):
                 self._expect("body")
         elif self.conn.their_state is not h11.IDLE:
             self._expect(None)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._expect_reader()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if not self.transport.is_closing():
-            self._reader_caught_up()
 
     def on_response_complete(self) -> None:
         self._unwanted = 0

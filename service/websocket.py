@@ -134,15 +134,6 @@ class GuardedWebSocket(ReaderDeadline, WebSocketsSansIOProtocol):
             # The client does not read: pongs would pile up.
             self.conn.data_to_send()
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._expect_reader()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if not self.transport.is_closing():
-            self._reader_caught_up()
-
     def on_task_complete(self, task: asyncio.Task[None]) -> None:
         super().on_task_complete(task)
         if not self.disconnected:
