@@ -58,14 +58,15 @@ def build_tiers(
 def largest_buffer(config: HiSparseConfig, max_context: int, max_drafts: int, device: torch.device) -> int:
     """How large `plan_sizes` may make hot buffers on a device: what its swap-in kernel has shared memory for.
 
-    0 on the CPU, whose memory is not for the tiers alone.
+    0 on the CPU, whose memory is not for the tiers alone. Raises StartupError if the device has no backend here.
     """
     if device.type == "cpu":
         return 0
-    from kernels.launch import shared_memory_limit
-
-    available = shared_memory_limit(device)
-    window = step_window(max_drafts)
+    try:
+        from kernels.launch import shared_memory_limit
+    except ImportError as error:
+        raise _missing(device, error) from error
+    available, window = shared_memory_limit(device), step_window(max_drafts)
     return largest_hot_size(config.top_k, 1 + max_drafts, window, max_context, config.swap_in_block_size, available)
 
 
@@ -78,6 +79,10 @@ def _make_backend(
         # Here, since a machine without an accelerator need not have what compiles kernels.
         from hisparse.cuda_swap_in import CudaSwapIn
     except ImportError as error:
-        raise StartupError(f"decoding on {pool.device} needs {error.name}: install hisparse-pd[kernels]") from error
+        raise _missing(pool.device, error) from error
     backend = CudaSwapIn(host, pool, residency, config.top_k, config.swap_in_block_size)
     return backend, CudaCopyStream(pool.device)
+
+
+def _missing(device: torch.device, error: ImportError) -> StartupError:
+    return StartupError(f"decoding on {device} needs {error.name}: install hisparse-pd[kernels]")

@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from base.errors import StartupError
 from hisparse.config import parse_config
 from hisparse.sizing import GIB, Sizes, describe, plan_sizes
-from hisparse.tiers import build_tiers
+from hisparse.tiers import build_tiers, largest_buffer
 from kvcache.layout import KVLayout
 
 LAYOUT = KVLayout(index_layer_of=(0, 1, 1, 2), item_bytes=1152, index_key_bytes=256)
@@ -185,6 +186,12 @@ def test_one_request_of_the_whole_context_fits_the_slots_that_it_is_given(contex
 def test_a_device_without_a_swap_in_backend_is_refused() -> None:
     with pytest.raises(StartupError, match="no swap-in backend for meta, only for cpu and cuda"):
         build_tiers(plan(None, context=600), torch.device("meta"))
+
+
+def test_a_gpu_without_what_compiles_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kernels.launch", None)
+    with pytest.raises(StartupError, match=r"decoding on cuda:0 needs kernels.launch: install hisparse-pd\[kernels\]"):
+        largest_buffer(parse_config(None, model_top_k=256), 8192, 0, torch.device("cuda", 0))
 
 
 def test_device_slots_can_be_limited() -> None:
