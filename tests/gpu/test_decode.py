@@ -135,7 +135,7 @@ def test_a_step_does_not_wait_for_the_device(checkpoint: Path, record: bool) -> 
         ours.runner.collect(step())  # what is loaded or allocated at a first use
         with waiting_is_an_error():
             launched = step()
-        assert all(len(computed.tokens) == 1 for computed in ours.runner.collect(launched))
+        assert all(len(computed.token_ids) == 1 for computed in ours.runner.collect(launched))
 
 
 @either_way
@@ -164,7 +164,7 @@ def test_a_step_launched_before_the_last_was_read_follows_it(checkpoint: Path, r
 
 
 def read(ours: TieredSession, step: LaunchedStep) -> list[int]:
-    return [token.token_id for computed in ours.runner.collect(step) for token in computed.tokens]  # type: ignore[union-attr]
+    return [token_id for computed in ours.runner.collect(step) for token_id in computed.token_ids]
 
 
 def test_a_row_is_reused_behind_a_step_with_its_last_request(checkpoint: Path) -> None:
