@@ -13,34 +13,37 @@ struct CopyItemsParams {
     const i32* counts;       // [rows], how many of a row's slots count; null: all
     u64* bytes;              // added to by what is copied; null: not counted
     i64 width;
+    i64 rows;
 };
 
-// Grid: blocks that share a row, rows, layers.
+// Grid: blocks that share a row, rows at a time, layers.
 extern "C" __global__ void __launch_bounds__(THREADS) copy_items(const __grid_constant__ CopyItemsParams p) {
-    const i64 row = blockIdx.y, layer = blockIdx.z;
-    follow();
-    const i64 count = p.counts ? p.counts[row] : p.width;
+    const i64 layer = blockIdx.z;
     const i64 stride = static_cast<i64>(gridDim.x) * WARPS;
     const i64 warp = blockIdx.x + static_cast<i64>(gridDim.x) * warp_id();
     WarpCopy copy(p.to + layer * p.to_layer_bytes, p.from + layer * p.from_layer_bytes);
-    const auto copy_mine = [&](i64 at, bool mine, i64 many) {
-        copy.copy(mine ? p.to_slots[row * p.width + at] : -1, mine ? p.from_slots[row * p.width + at] : -1,
-                  many < WARP ? static_cast<int>(many) : WARP);
-    };
-    if (SMALL_ITEMS) {  // a warp takes neighbours, which often lie beside each other
-        const i64 share = (count + stride - 1) / stride;
-        const i64 together = share < WARP ? share : WARP;
-        for (i64 first = warp * together; first < count; first += stride * together) {
-            const i64 many = count - first < together ? count - first : together;
-            copy_mine(first + lane_id(), lane_id() < many, many);
+    follow();
+    for (i64 row = blockIdx.y; row < p.rows; row += gridDim.y) {
+        const i64 count = p.counts ? p.counts[row] : p.width;
+        const auto copy_mine = [&](i64 at, bool mine, i64 many) {
+            copy.copy(mine ? p.to_slots[row * p.width + at] : -1, mine ? p.from_slots[row * p.width + at] : -1,
+                      many < WARP ? static_cast<int>(many) : WARP);
+        };
+        if (SMALL_ITEMS) {  // a warp takes neighbours, which often lie beside each other
+            const i64 share = (count + stride - 1) / stride;
+            const i64 together = share < WARP ? share : WARP;
+            for (i64 first = warp * together; first < count; first += stride * together) {
+                const i64 many = count - first < together ? count - first : together;
+                copy_mine(first + lane_id(), lane_id() < many, many);
+            }
+        } else {
+            for (i64 first = warp; first < count; first += stride * WARP) {
+                const i64 at = first + stride * lane_id();
+                copy_mine(at, at < count, (count - first + stride - 1) / stride);
+            }
         }
-    } else {
-        for (i64 first = warp; first < count; first += stride * WARP) {
-            const i64 at = first + stride * lane_id();
-            copy_mine(at, at < count, (count - first + stride - 1) / stride);
+        if (p.bytes && blockIdx.x == 0 && threadIdx.x == 0 && count) {
+            atomicAdd(p.bytes, static_cast<u64>(count) * ITEM_BYTES);
         }
-    }
-    if (p.bytes && blockIdx.x == 0 && threadIdx.x == 0 && count) {
-        atomicAdd(p.bytes, static_cast<u64>(count) * ITEM_BYTES);
     }
 }

@@ -1,7 +1,8 @@
 """The CUDA swap-in backend: the device tier in HBM, the host tier in pinned memory, kernels between them."""
 
 import ctypes
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,6 +15,9 @@ from kernels.launch import DeviceKernel, reads_registered_memory, shared_memory_
 from kernels.swap_in import IndexType, SwapInParams, SwapInSpecialization, default_block_size, seen_bits
 from kvcache.host_pool import HostKVPool
 
+_AHEAD_BLOCKS = 8
+"""Of 256 threads, for copies beside the computation of earlier layers: more copy faster, and slow the computation down
+by more than that (docs/benchmarks.md)."""
 _INDEX_TYPES: dict[torch.dtype, IndexType] = {torch.int32: "int32", torch.int64: "int64"}
 
 
@@ -21,18 +25,20 @@ _INDEX_TYPES: dict[torch.dtype, IndexType] = {torch.int32: "int32", torch.int64:
 class CudaSwapInPlan(SwapInPlan):
     """miss_counts: int32 [batch], distinct misses; that many entries of each row of `miss_host_slots` and
     `miss_device_slots`, int64 [batch, queries * k], are written, the others are undefined. fetched_layer: the layer
-    that the resolve fetched, -1 if none.
+    that the resolve fetched, -1 if none. ahead: of layers that are copied ahead, what is recorded after their copy.
     """
 
     miss_counts: torch.Tensor
     fetched_layer: int
+    ahead: dict[int, torch.cuda.Event] = field(default_factory=dict)
 
 
 class CudaSwapIn(SwapInBackend):
     """Swap-in by one kernel launch per index layer, on torch's current stream.
 
     `resolve` also fetches the first layer of the index layer's group, which the step asks for next, so copies start as
-    soon as the misses are known. The group's other layers copy by the same plan. Only `drain` waits for the device, and
+    soon as the misses are known. The group's other layers are copied ahead, one after the other, on a stream of their own
+    with few blocks; `fetch` has the step's stream wait for a layer's copy. Only `drain` waits for the device, and
     a plan's tensors come from torch's allocator, so a step may be captured in a CUDA graph.
 
     top_k: the most positions that a query selects. block_size: threads per block of the kernel, chosen if None. Raises
@@ -60,6 +66,7 @@ class CudaSwapIn(SwapInBackend):
         self._block_size = block_size
         self._counters = torch.zeros(4, dtype=torch.int64, device=self._on)
         self._reading = torch.cuda.Stream(self._on)  # type: ignore[no-untyped-call]
+        self._ahead = torch.cuda.Stream(self._on)  # type: ignore[no-untyped-call]
         for pools in ((host.kv, device.kv), (host.index_keys, self.device_index_keys)):
             copy_kernel(self._on, pools[0].shape[-1], are_aligned(*pools))
         self._kernels: dict[tuple[int, torch.dtype, torch.dtype], DeviceKernel] = {}
@@ -71,9 +78,12 @@ class CudaSwapIn(SwapInBackend):
 
     def resolve(self, index_layer: int, batch: StepBatch, positions: torch.Tensor) -> CudaSwapInPlan:
         """See SwapInBackend; also fetches the first layer of the group. positions: int32 or int64."""
-        return self.launch(
+        plan = self.launch(
             index_layer, batch.rows, batch.newest, batch.queries, positions, fetch=True, identity=batch.identity
         )
+        if followers := self._layout.layers_of(index_layer)[1:]:
+            self._copy_ahead(plan, followers)
+        return plan
 
     def launch(
         self,
@@ -126,8 +136,21 @@ class CudaSwapIn(SwapInBackend):
 
     def fetch(self, plan: SwapInPlan, layer: int) -> None:
         assert isinstance(plan, CudaSwapInPlan)
-        if layer == plan.fetched_layer:
-            return
+        if layer in plan.ahead:
+            torch.cuda.current_stream(self._on).wait_event(plan.ahead[layer])
+        elif layer != plan.fetched_layer:
+            self._copy_misses(plan, layer)
+
+    def _copy_ahead(self, plan: CudaSwapInPlan, layers: Sequence[int]) -> None:
+        """The plan's tensors outlive the copies: the step keeps plans until all layers have waited for theirs."""
+        self._ahead.wait_stream(torch.cuda.current_stream(self._on))
+        with torch.cuda.stream(self._ahead):
+            for layer in layers:
+                self._copy_misses(plan, layer, _AHEAD_BLOCKS)
+                plan.ahead[layer] = torch.cuda.Event()
+                plan.ahead[layer].record(self._ahead)
+
+    def _copy_misses(self, plan: CudaSwapInPlan, layer: int, most_blocks: int | None = None) -> None:
         copy_items(
             self.host.kv[layer, None],
             self.device.kv[layer, None],
@@ -135,6 +158,7 @@ class CudaSwapIn(SwapInBackend):
             plan.miss_device_slots,
             counts=plan.miss_counts,
             copied_bytes=self._counters.data_ptr() + 2 * self._counters.itemsize,
+            most_blocks=most_blocks,
         )
 
     def drain(self) -> None:

@@ -44,12 +44,14 @@ def copy_items(
     *,
     counts: torch.Tensor | None = None,
     copied_bytes: int = 0,
+    most_blocks: int | None = None,
 ) -> None:
     """Copy in every layer the items at `from_slots` to `to_slots`; -1 is skipped.
 
     source, target: uint8 [num_layers, slots, item_bytes], contiguous within a layer. from_slots, to_slots: int64,
     contiguous, on the device, [width] or [rows, width]. counts: int32 [rows], how many of each row are meant, all if
-    absent. copied_bytes: address of a counter (uint64) to add to, or 0.
+    absent. copied_bytes: address of a counter (uint64) to add to, or 0. most_blocks: of a layer, so that a copy beside
+    other kernels leaves them their processors; as many as the device runs if None.
     """
     if not from_slots.numel():
         return
@@ -57,7 +59,8 @@ def copy_items(
     rows, width = from_slots.view(-1, from_slots.shape[-1]).shape
     kernel = copy_kernel(device, source.shape[-1], are_aligned(source, target))
     warps = kernel.specialization.block_size // 32
-    blocks = min(-(-width // warps), max(1, 2 * processors(device) // (rows * num_layers)))
+    most = most_blocks or 2 * processors(device) // num_layers
+    blocks = min(-(-width // warps), max(1, most // rows))
     params = CopyItemsParams(
         source.data_ptr(),
         target.data_ptr(),
@@ -68,5 +71,6 @@ def copy_items(
         0 if counts is None else counts.data_ptr(),
         copied_bytes,
         width,
+        rows,
     )
-    kernel.launch(params, (blocks, rows, num_layers))
+    kernel.launch(params, (blocks, min(rows, most_blocks or rows), num_layers))
