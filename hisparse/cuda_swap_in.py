@@ -15,9 +15,9 @@ from kernels.launch import DeviceKernel, reads_registered_memory, shared_memory_
 from kernels.swap_in import IndexType, SwapInParams, SwapInSpecialization, default_block_size, seen_bits
 from kvcache.host_pool import HostKVPool
 
-_AHEAD_BLOCKS = 8
-"""Of 256 threads, for copies beside the computation of earlier layers: more copy faster, and slow the computation down
-by more than that (docs/benchmarks.md)."""
+_AHEAD_BLOCKS = 16
+"""For copies beside the computation of earlier layers: fewer take longer than the layers that hide them, and more slow
+those layers down (docs/benchmarks.md)."""
 _INDEX_TYPES: dict[torch.dtype, IndexType] = {torch.int32: "int32", torch.int64: "int64"}
 
 
@@ -37,9 +37,9 @@ class CudaSwapIn(SwapInBackend):
     """Swap-in by one kernel launch per index layer, on torch's current stream.
 
     `resolve` also fetches the first layer of the index layer's group, which the step asks for next, so copies start as
-    soon as the misses are known. The group's other layers are copied ahead, one after the other, on a stream of their own
-    with few blocks; `fetch` has the step's stream wait for a layer's copy. Only `drain` waits for the device, and
-    a plan's tensors come from torch's allocator, so a step may be captured in a CUDA graph.
+    soon as the misses are known. The group's other layers are copied ahead, one after the other, on a stream of their
+    own with few blocks; `fetch` has the step's stream wait for a layer's copy. Only `drain` waits for the device, and a
+    plan's tensors come from torch's allocator, so a step may be captured in a CUDA graph.
 
     top_k: the most positions that a query selects. block_size: threads per block of the kernel, chosen if None. Raises
     StartupError if the kernel would need more shared memory than the device has, or the pools are not what it needs.
@@ -147,7 +147,7 @@ class CudaSwapIn(SwapInBackend):
         with torch.cuda.stream(self._ahead):
             for layer in layers:
                 self._copy_misses(plan, layer, _AHEAD_BLOCKS)
-                plan.ahead[layer] = torch.cuda.Event()
+                plan.ahead[layer] = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 plan.ahead[layer].record(self._ahead)
 
     def _copy_misses(self, plan: CudaSwapInPlan, layer: int, most_blocks: int | None = None) -> None:

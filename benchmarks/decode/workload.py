@@ -25,8 +25,11 @@ from model.shard import NO_EXCHANGE, Exchange, RoutedTokens
 GIB = 2**30
 _INDEX_PAGE = 64
 _FILL_ROWS = 1 << 14
-_MORE_TOKENS = 512
-"""Tokens that a request may get after its admission."""
+
+
+def _limit(context: int) -> int:
+    """Tokens that a request may have: as many more as rows are made resident for, and some hundred steps."""
+    return context + context // 256 + 512
 
 
 class Strangers(Exchange):
@@ -123,7 +126,7 @@ def model_of(
         sizes,
         ranks=config.rank_of,
         fp8=config.quantization == "fp8",
-        context_length=config.context + _MORE_TOKENS,
+        context_length=_limit(config.context),
         kv_cache_dtype=config.kv_cache_dtype,
         device=device,
         exchange=wrapped(exchange),
@@ -179,7 +182,7 @@ class Requests:
     ) -> None:
         self._context = context
         self.ids = [f"r{number}" for number in range(batch)]
-        host_slots, window = batch * (context + _MORE_TOKENS) + 1, step_window(max_drafts)
+        host_slots, window = batch * _limit(context) + 1, step_window(max_drafts)
         if device_buffer_size is None:
             self.coordinator = resident_tiers(
                 spec.kv_layout,
