@@ -89,13 +89,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) swap_in(const __grid_co
     const int entry = blockIdx.x / cluster.size;
     follow();
     const POSITION_T* const positions = p.positions + entry * QUERIES * p.k;
-    const i64 row = p.rows[entry], newest = p.newest[entry];
+    const i64 row = p.rows[entry], newest = p.newest[entry], identity = p.identity[entry];
     i64 loaded[PLACES];
     load_positions(positions, QUERIES * static_cast<int>(p.k), cluster, loaded);
-    const bool padding = row < 0 || newest < 0;
-    const Request request(p, entry, padding ? 0 : row, newest);
+    const bool padding = (row | newest) < 0;
+    const Request request(p, entry, padding ? 0 : row, newest, identity);
     const bool reports = cluster.rank == 0 && threadIdx.x == 0;
-    if (padding || request.is_short()) {
+    // One branch, so that the loads of all three are waited for at once.
+    if (padding | request.is_short()) {
         if (reports) p.miss_counts[entry] = 0;
         resolve_unmanaged(p, request, positions, cluster, padding);
         return;

@@ -119,7 +119,8 @@ def plan_sizes(
 ) -> Sizes:
     """Size the tiers. has_prefix_cache: whether the host pool keeps one. window: of Sizes. fill_memory: whether hot
     slots take the device memory that is left, at most `max_device_slots` or those of whole requests. largest_buffer:
-    hot slots of a request up to which that memory is first for larger buffers, if the configuration allows them.
+    hot slots of a request up to which that memory is first for larger buffers, if the configuration allows them and not
+    all requests can be whole anyway.
 
     Wanted are a full hot buffer for every running request, at most `max_device_slots`, and index pages for every token
     of the host pool, at most those of all running requests. If device memory is short, there are fewer hot slots, and
@@ -188,11 +189,16 @@ def plan_sizes(
         )
     if sizes.num_device_slots < asked:
         return sizes
-    if config.larger_buffers:
-        sizes = _with_larger_buffers(sizes, available_device_bytes, max_device_slots, largest_buffer)
-    if config.resident_rows:
-        sizes = _with_resident_rows(sizes, available_device_bytes, max_device_slots, fill_memory)
-    return sizes
+
+    def with_resident_rows(sizes: Sizes) -> Sizes:
+        if not config.resident_rows:
+            return sizes
+        return _with_resident_rows(sizes, available_device_bytes, max_device_slots, fill_memory)
+
+    resident = with_resident_rows(sizes)
+    if not config.larger_buffers or resident.whole_requests == max_running_requests:
+        return resident
+    return with_resident_rows(_with_larger_buffers(sizes, available_device_bytes, max_device_slots, largest_buffer))
 
 
 def _with_larger_buffers(

@@ -147,15 +147,20 @@ def test_buffers_are_the_largest_that_all_requests_can_have(
         assert sizes.asked_device_slots == least.asked_device_slots
     else:
         assert sizes.num_device_slots >= running * sizes.slots_per_request >= running * min(size + window, context)
-    if size + 64 <= most and running * (size + 64 + window + 8) <= (max_slots or math.inf):
+    if sizes.whole_requests < running and size + 64 <= most and running * (size + 64 + window + 8) <= (max_slots or math.inf):
         given_size = pool + f', "device_buffer_size": {size + 64}}}'
         larger = plan(given_size, **options)
         assert larger.num_device_slots < running * larger.slots_per_request, "one step more does not fit"
 
 
 def test_a_buffer_that_is_given_stays_as_it_is() -> None:
-    assert plan(None, fill_memory=True).config.device_buffer_size == 2048
-    assert plan('{"device_buffer_size": 512}', fill_memory=True).config.device_buffer_size == 512
+    assert plan(None, device_gib=0.5, fill_memory=True).config.device_buffer_size == 2048
+    assert plan('{"device_buffer_size": 512}', device_gib=0.5, fill_memory=True).config.device_buffer_size == 512
+
+
+def test_buffers_stay_small_where_all_requests_can_be_whole() -> None:
+    sizes = plan('{"host_pool_gib": 1}', fill_memory=True)
+    assert (sizes.config.device_buffer_size, sizes.whole_requests) == (512, 16)
 
 
 @pytest.mark.parametrize("window", [1, 6])
