@@ -147,7 +147,8 @@ def test_buffers_are_the_largest_that_all_requests_can_have(
         assert sizes.asked_device_slots == least.asked_device_slots
     else:
         assert sizes.num_device_slots >= running * sizes.slots_per_request >= running * min(size + window, context)
-    if sizes.whole_requests < running and size + 64 <= most and running * (size + 64 + window + 8) <= (max_slots or math.inf):
+    could_grow = size + 64 <= most and running * (size + 64 + window + 8) <= (max_slots or math.inf)
+    if sizes.whole_requests < running and could_grow:
         given_size = pool + f', "device_buffer_size": {size + 64}}}'
         larger = plan(given_size, **options)
         assert larger.num_device_slots < running * larger.slots_per_request, "one step more does not fit"
