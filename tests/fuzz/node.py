@@ -17,6 +17,7 @@ import psutil
 from control.codec import encode
 from control.keys import generate
 from control.messages import AttemptId, Cancel, FetchRequest, Message, Role
+from control.messages.requests import MAX_CHOICES
 from model.tiny import write_tiny_checkpoint
 from tests.e2e.asking import ask, ids_of
 from tests.e2e.cluster import HOT_BUFFER, Cluster, wait_until
@@ -61,7 +62,9 @@ class Service:
         spy = Hostile("gateway", keys, "")
         flags["gateway"] = (gateway.control_address, spy.me.address)
         self._cluster.prefill(**flags)
-        self._cluster.decode(**flags, hisparse_config=HOT_BUFFER, max_running_requests=8, max_queued_requests=64)
+        # The requests of one batch never fill the queue: the honest client would rightly be told 429.
+        queue = BATCH * TRIES * MAX_CHOICES
+        self._cluster.decode(**flags, hisparse_config=HOT_BUFFER, max_running_requests=8, max_queued_requests=queue)
         self._cluster.wait_ready(60 * patience(), prefill=1, decode=1)
         self.node = self._cluster.nodes[to]
         self._process = psutil.Process(self.node.process.pid)
