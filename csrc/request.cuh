@@ -112,11 +112,10 @@ struct Request {
     i64* miss_host_slots;
     i64* miss_device_slots;
 
-    __device__ __forceinline__ Request(const SwapInParams& p, i64 entry, i64 row, i64 newest_position,
-                                       i64 identity_until)
-        : newest(newest_position),
-          identity(identity_until),
-          first(WINDOW > 1 ? p.first[entry] : newest_position),
+    __device__ __forceinline__ Request(const SwapInParams& p, i64 entry, i64 row, i64 newest, i64 identity)
+        : newest(newest),
+          identity(identity),
+          first(WINDOW > 1 ? p.first[entry] : newest),
           valid(WINDOW > 1 ? max(0, min(QUERIES, static_cast<int>(p.valid[entry]))) : 1),
           k(static_cast<int>(p.k)),
           position_at(p.position_at + row * HOT_SIZE),

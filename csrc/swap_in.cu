@@ -95,8 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) swap_in(const __grid_co
     const bool padding = (row | newest) < 0;
     const Request request(p, entry, padding ? 0 : row, newest, identity);
     const bool reports = cluster.rank == 0 && threadIdx.x == 0;
-    // One branch, so that the loads of all three are waited for at once.
-    if (padding | request.is_short()) {
+    if (padding | request.is_short()) {  // one branch, so that all three loads are waited for at once
         if (reports) p.miss_counts[entry] = 0;
         resolve_unmanaged(p, request, positions, cluster, padding);
         return;

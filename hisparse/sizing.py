@@ -189,16 +189,11 @@ def plan_sizes(
         )
     if sizes.num_device_slots < asked:
         return sizes
-
-    def with_resident_rows(sizes: Sizes) -> Sizes:
-        if not config.resident_rows:
-            return sizes
-        return _with_resident_rows(sizes, available_device_bytes, max_device_slots, fill_memory)
-
-    resident = with_resident_rows(sizes)
-    if not config.larger_buffers or resident.whole_requests == max_running_requests:
-        return resident
-    return with_resident_rows(_with_larger_buffers(sizes, available_device_bytes, max_device_slots, largest_buffer))
+    whole = _with_resident_rows(sizes, available_device_bytes, max_device_slots, fill_memory)
+    if not config.larger_buffers or whole.whole_requests == max_running_requests:
+        return whole
+    larger = _with_larger_buffers(sizes, available_device_bytes, max_device_slots, largest_buffer)
+    return _with_resident_rows(larger, available_device_bytes, max_device_slots, fill_memory)
 
 
 def _with_larger_buffers(
@@ -224,6 +219,8 @@ def _with_resident_rows(
     sizes: Sizes, available_device_bytes: int, max_device_slots: int | None, fill_memory: bool
 ) -> Sizes:
     """With the hot slots that are left, for requests that are resident."""
+    if not sizes.config.resident_rows:
+        return sizes
     # The host pool has no more tokens than it has slots.
     in_host = sizes.num_host_slots + sizes.max_requests * sizes.granule
     most = min(sizes.max_requests * sizes.slots_of_whole, in_host) + _FILLING * sizes.slots_per_request
