@@ -24,12 +24,12 @@ class Grammars:
     """Belongs to the node's loop."""
 
     def __init__(
-        self, read_vocabulary: Callable[[], Vocabulary], max_running: int, pinned: bool, wake: Callable[[], None]
+        self, read_vocabulary: Callable[[], Vocabulary], max_tokens: int, pinned: bool, wake: Callable[[], None]
     ) -> None:
-        """read_vocabulary: called once, by another thread; raises UnsupportedTokenizer. pinned: masks go to a CUDA
-        device. wake: called by other threads when a grammar was compiled or refused."""
+        """read_vocabulary: called once, by another thread; raises UnsupportedTokenizer. max_tokens: of a step. pinned:
+        masks go to a CUDA device. wake: called by other threads when a grammar was compiled or refused."""
         self._read_vocabulary = read_vocabulary
-        self._max_running = max_running
+        self._max_tokens = max_tokens
         self._pinned = pinned
         self._wake = wake
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="grammar-start")
@@ -99,7 +99,7 @@ class Grammars:
             words = next((state.words for state in states if state is not None), None)
             if words is None:
                 return Masks(None, {})
-            self._masks = MaskWriter(self._max_running * width, words, self._pinned)
+            self._masks = MaskWriter(self._max_tokens, words, self._pinned)
         return self._masks.write(states, drafts, width)
 
     def close(self) -> None:

@@ -80,7 +80,7 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
         ranks.watch_steps()
         grammars = Grammars(
             lambda: Vocabulary.load(config.model_path, spec.vocab_size, stop_token_ids(config.model_path)),
-            config.max_running_requests,
+            config.max_running_requests * runner.policy.max_width,
             pinned=device.type == "cuda",
             wake=lambda: shell.inbox.put(None),
         )

@@ -16,8 +16,7 @@ from kernels.swap_in import IndexType, SwapInParams, SwapInSpecialization, defau
 from kvcache.host_pool import HostKVPool
 
 _AHEAD_BLOCKS = 16
-"""For copies beside the computation of earlier layers: fewer take longer than the layers that hide them, and more slow
-those layers down (docs/benchmarks.md)."""
+"""Fewer copy for longer than earlier layers compute, and more slow these down (docs/benchmarks.md)."""
 _INDEX_TYPES: dict[torch.dtype, IndexType] = {torch.int32: "int32", torch.int64: "int64"}
 
 

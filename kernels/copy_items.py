@@ -50,8 +50,7 @@ def copy_items(
 
     source, target: uint8 [num_layers, slots, item_bytes], contiguous within a layer. from_slots, to_slots: int64,
     contiguous, on the device, [width] or [rows, width]. counts: int32 [rows], how many of each row are meant, all if
-    absent. copied_bytes: address of a counter (uint64) to add to, or 0. most_blocks: of a layer, so that a copy beside
-    other kernels leaves them their processors; as many as the device runs if None.
+    absent. copied_bytes: address of a counter (uint64) to add to, or 0. most_blocks: of a layer; None: what can run.
     """
     if not from_slots.numel():
         return

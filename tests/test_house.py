@@ -17,7 +17,7 @@ NODES = ("prefill_node", "decode_node")
 LIMITS = {
     "lines of the product": 44_250,
     "files of the product": 295,
-    "lines of tests": 49_900,
+    "lines of tests": 49_950,
 }
 BANNED: dict[str, tuple[str, tuple[str, ...]]] = {
     # A pattern of a line, and the packages that it must not be in; with `-`, those that it may be in; with none, all.

@@ -33,11 +33,11 @@ class MaskWriter:
     It reuses one buffer: a step must be collected before the masks of the next are written (`Stepper` does).
     """
 
-    def __init__(self, max_running: int, words: int, pinned: bool, threads: int | None = None) -> None:
+    def __init__(self, max_masks: int, words: int, pinned: bool, threads: int | None = None) -> None:
         """words: of a mask (`Vocabulary.words`). pinned: for a CUDA device. threads: default: half of the cores."""
-        self._words = torch.full((max_running, words), -1, dtype=torch.int32, pin_memory=pinned)
+        self._words = torch.full((max_masks, words), -1, dtype=torch.int32, pin_memory=pinned)
         self._rows = self._words.numpy()
-        self._free = [True] * max_running
+        self._free = [True] * max_masks
         """Which rows are all ones."""
         cores = len(os.sched_getaffinity(0))
         threads = threads or max(1, min(MAX_THREADS, cores // 2))
@@ -50,8 +50,10 @@ class MaskWriter:
         """The masks of a batch, `width` for each request. None: a request without a grammar, whose rows are all ones.
 
         drafts: of each request, up to width - 1. The j-th mask is of the token after the first j drafts; it is all ones
-        if these do not fit the grammar, and so cannot be drawn.
+        if these do not fit the grammar, and so cannot be drawn. Raises ValueError for more than `max_masks`.
         """
+        if len(states) * width > len(self._rows):
+            raise ValueError(f"room for {len(self._rows)} masks, found {len(states)} requests x {width}")
         followed = {
             index: FollowedDrafts(state, drafts[index] if drafts else ())
             for index, state in enumerate(states)

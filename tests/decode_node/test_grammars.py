@@ -1,5 +1,6 @@
 """Requests with a grammar among others: a token is a byte, and the model predicts the next byte."""
 
+import itertools
 import json
 import threading
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ import pytest
 
 from control.grammar import Grammar, JsonSchema, Regex, TextChoice
 from control.messages import Sampling
+from engine.draft_policy import DraftPolicy
 from engine.grammar.state import GrammarState
 from engine.grammar.vocabulary import Vocabulary
 from tests.decode_node.world import GATEWAY, HOT, VOCAB, World, counted
@@ -40,6 +42,28 @@ def test_an_answer_follows_its_grammar_and_others_are_as_they_were(h: World) -> 
     assert h.answers["free"] == counted((5,), 20)
     assert (text(h, "words"), text(h, "later")) == ("abc", "xyz")
     assert h.ended == {"free": "length", "words": "stop", "later": "stop"}
+
+
+class Widening(DraftPolicy):
+    """A step has more drafts than the one before, and then none again."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self._widths = itertools.cycle((1, 2, 4))
+
+    def choose(self, batch: int) -> int:
+        return next(self._widths)
+
+
+def test_all_that_run_follow_their_grammars_however_many_drafts_a_step_has() -> None:
+    h = World(vocabulary=bytes_vocabulary, max_drafts=3, policy=Widening(), max_running=4)
+    names = [f"words {number}" for number in range(8)]
+    for name in names:
+        h.ask(name, prompt=(1, 5), tokens=20, grammar=WORDS)
+    h.run()
+    h.grammars.close()
+    assert [text(h, name) for name in names] == ["abc"] * 8
+    assert set(h.ended.values()) == {"stop"}
 
 
 def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(h: World) -> None:

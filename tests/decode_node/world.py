@@ -224,7 +224,8 @@ class World:
             record=False,
             policy=self.policy or DraftPolicy(self.max_drafts),
         )
-        self.grammars = Grammars(self.vocabulary, self.max_running, pinned=False, wake=self.grammar_done.set)
+        max_tokens = self.max_running * self.runner.policy.max_width
+        self.grammars = Grammars(self.vocabulary, max_tokens, pinned=False, wake=self.grammar_done.set)
         self.scheduler = Scheduler(
             self.runner,
             self.coordinator,

@@ -16,10 +16,13 @@ from cli.main import main as run_command
 from control.plane import ControlPlane
 from decode_node.node import DecodeNode
 from prefill_node.endpoint import PrefillEndpoint
+from transfer import fencing
 
 MODULE = "tests.fuzz.watched"
 ENVIRONMENT = "HISPARSE_PD_FUZZ_MEASURES"
 _SLOWEST, _OBJECTS = 0, 1
+_LANDED_CAN_WAIT_S = 1.0
+"""Every other batch of messages has landed bytes that linger, and is waited for."""
 
 
 class Measures:
@@ -65,6 +68,7 @@ def _timed(run: Callable[..., Any], measures: Measures) -> Callable[..., Any]:
 
 def main(words: Sequence[str]) -> None:
     measures = Measures(Path(os.environ[ENVIRONMENT]))
+    fencing.LANDED_CAN_WAIT_S = _LANDED_CAN_WAIT_S
     timed = {"decode": [(DecodeNode, "_turn"), (ControlPlane, "_receive")]}
     timed["prefill"] = [(PrefillEndpoint, "_turn"), (ControlPlane, "_receive")]
     for owner, name in timed.get(words[0], [(asyncio.Handle, "_run")]):

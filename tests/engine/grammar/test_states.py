@@ -100,6 +100,8 @@ def test_each_row_is_its_requests_mask_and_the_others_are_all_ones() -> None:
     assert masks.words is not None
     assert np.array_equal(masks.words.numpy(), np.stack([expected[1], expected[2]]))
     assert writer.write([None, None, None, None]).words is None
+    with pytest.raises(ValueError, match="room for 6 masks, found 2 requests x 4"):
+        writer.write([one, two], width=4)
 
 
 def test_a_request_that_cannot_go_on_is_named_and_does_no_harm() -> None:
