@@ -146,8 +146,7 @@ class CudaSwapIn(SwapInBackend):
         with torch.cuda.stream(self._ahead):
             for layer in layers:
                 self._copy_misses(plan, layer, _AHEAD_BLOCKS)
-                plan.ahead[layer] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                plan.ahead[layer].record(self._ahead)
+                plan.ahead[layer] = self._ahead.record_event()
 
     def _copy_misses(self, plan: CudaSwapInPlan, layer: int, most_blocks: int | None = None) -> None:
         copy_items(

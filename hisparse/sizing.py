@@ -119,8 +119,7 @@ def plan_sizes(
 ) -> Sizes:
     """Size the tiers. has_prefix_cache: whether the host pool keeps one. window: of Sizes. fill_memory: whether hot
     slots take the device memory that is left, at most `max_device_slots` or those of whole requests. largest_buffer:
-    hot slots of a request up to which that memory is first for larger buffers, if the configuration allows them and not
-    all requests can be whole anyway.
+    hot slots of a request up to which that memory is first for larger buffers, if the configuration allows them.
 
     Wanted are a full hot buffer for every running request, at most `max_device_slots`, and index pages for every token
     of the host pool, at most those of all running requests. If device memory is short, there are fewer hot slots, and

@@ -58,8 +58,7 @@ def copy_items(
     rows, width = from_slots.view(-1, from_slots.shape[-1]).shape
     kernel = copy_kernel(device, source.shape[-1], are_aligned(source, target))
     warps = kernel.specialization.block_size // 32
-    most = most_blocks or 2 * processors(device) // num_layers
-    blocks = min(-(-width // warps), max(1, most // rows))
+    blocks = min(-(-width // warps), max(1, (most_blocks or 2 * processors(device) // num_layers) // rows))
     params = CopyItemsParams(
         source.data_ptr(),
         target.data_ptr(),

@@ -50,7 +50,7 @@ class MaskWriter:
         """The masks of a batch, `width` for each request. None: a request without a grammar, whose rows are all ones.
 
         drafts: of each request, up to width - 1. The j-th mask is of the token after the first j drafts; it is all ones
-        if these do not fit the grammar, and so cannot be drawn. Raises ValueError for more than `max_masks`.
+        if these do not fit the grammar, or end the request. Raises ValueError for more than `max_masks`.
         """
         if len(states) * width > len(self._rows):
             raise ValueError(f"room for {len(self._rows)} masks, found {len(states)} requests x {width}")

@@ -49,7 +49,8 @@ class GrammarState:
     def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher, stop_token_ids: tuple[int, ...]) -> None:
         self.matcher = matcher
         self._vocabulary = vocabulary
-        self._stops = tuple(i for i in stop_token_ids if i < vocabulary.vocab_size) or vocabulary.stop_token_ids
+        ends = tuple(i for i in stop_token_ids if i < vocabulary.vocab_size)
+        self._stops, self._goes_on = ends or vocabulary.stop_token_ids, not ends
         self._foreign = [i for i in vocabulary.stop_token_ids if i not in self._stops]
         """The checkpoint's stop tokens that do not end this request."""
 
@@ -71,10 +72,12 @@ class GrammarState:
             reason = self._error() or "it is no stop token"
             raise GrammarViolation(f"token {token_id} is not allowed by the request's grammar: {reason}")
 
-    def try_draft(self, token_id: int) -> bool:
-        """Take a draft, if the grammar allows it and goes on after it. `take_back` undoes that."""
-        ends = token_id in self._stops or token_id in self._foreign
-        return not ends and not self.done and self.matcher.try_consume_tokens([token_id]) == 1
+    def try_draft(self, token_id: int) -> int | None:
+        """Take a draft. Returns how many tokens `take_back` has to undo; None if no token follows the draft."""
+        if token_id in self._stops and self._goes_on and self.matcher.is_accepting():
+            return 0
+        ends = token_id in self._stops or token_id in self._foreign or self.done
+        return None if ends or not self.matcher.try_consume_tokens([token_id]) else 1
 
     def take_back(self, count: int) -> None:
         """Undo the last drafts."""
@@ -124,16 +127,16 @@ class FollowedDrafts:
     def __init__(self, state: GrammarState, drafts: Sequence[int]) -> None:
         self.state = state
         self._drafts = drafts
-        self._taken = 0
+        self._taken = self._moved = 0
 
     def follow(self, count: int) -> bool:
         """Take the drafts up to the first `count`, which no call may lower. Whether there are as many, and all fit."""
         if count > len(self._drafts):
             return False
-        while self._taken < count and self.state.try_draft(self._drafts[self._taken]):
-            self._taken += 1
+        while self._taken < count and (moved := self.state.try_draft(self._drafts[self._taken])) is not None:
+            self._taken, self._moved = self._taken + 1, self._moved + moved
         return self._taken == count
 
     def go_back(self) -> None:
         """Take all drafts back."""
-        self.state.take_back(self._taken)
+        self.state.take_back(self._moved)

@@ -104,6 +104,22 @@ def test_each_row_is_its_requests_mask_and_the_others_are_all_ones() -> None:
         writer.write([one, two], width=4)
 
 
+def test_a_draft_of_a_stop_token_is_followed_where_it_ends_nothing() -> None:
+    grammar, words = compiled(TextChoice(options=("a", "abc"))), vocabulary().words
+    writer, eos = MaskWriter(3, words, pinned=False), id_of(EOS)
+    for stops, follows in ((), True), ((eos,), False):
+        state = grammar.start(stops, encode("a"))
+        masks = writer.write([state], [(eos, encode("b")[0])], width=3).words
+        assert masks is not None
+        expected = np.full((3, words), -1, dtype=np.int32)
+        state.fill(expected[0])
+        if follows:
+            expected[1] = expected[0]
+            grammar.start((), encode("ab")).fill(expected[2])
+        assert np.array_equal(masks.numpy(), expected)
+        assert allowed(state) == {eos, encode("b")[0]}
+
+
 def test_a_request_that_cannot_go_on_is_named_and_does_no_harm() -> None:
     stuck = compiled(Lark(grammar='start: "a" <[840]>')).start()
     stuck.advance(encode("a")[0])
