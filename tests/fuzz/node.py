@@ -124,7 +124,7 @@ class Service:
             with self._asking:
                 trouble = self._ask_once()
                 # The requests of the hostile gateway may fill the queue.
-                if trouble and "429" not in trouble:
+                if trouble and "429 Too Many Requests" not in trouble:
                     self._trouble.append(trouble)
 
     def _ask_once(self) -> str | None:
