@@ -45,10 +45,10 @@ constexpr bool MAY_CUT = MOST_SELECTED > HOT_SIZE && QUERIES > 1;
 // The hot index after one, round the clock.
 __device__ __forceinline__ i32 after(i32 hot) { return hot + 1 == HOT_SIZE ? 0 : hot + 1; }
 
-__device__ __forceinline__ i64 slot_at(const i64* granules, u32 hot) {
-    const i64 first = granules[hot / HOT_GRANULE];
-    return first < 0 ? -1 : first + hot % HOT_GRANULE;
-}
+// The slot of a hot index in its granule, which begins at slot `first`; -1 if that is negative.
+__device__ __forceinline__ i64 slot_in(i64 first, u32 hot) { return first < 0 ? -1 : first + hot % HOT_GRANULE; }
+
+__device__ __forceinline__ i64 slot_at(const i64* granules, u32 hot) { return slot_in(granules[hot / HOT_GRANULE], hot); }
 
 // Places are those of the queries' selections, one after the other, each in top-k order. Each warp has PLACES chunks of WARP
 // consecutive ones, and each of its threads one place per chunk.

@@ -55,13 +55,21 @@ class WarpMisses {
 };
 
 // Padding selects nothing. A short request has each position at the hot index of the same number.
-__device__ void resolve_unmanaged(const SwapInParams& p, const Request& request, const POSITION_T* positions,
-                                  const Cluster& cluster, bool padding) {
+__device__ __forceinline__ void resolve_unmanaged(const SwapInParams& p, const Request& request, const i64 (&loaded)[PLACES],
+                                                  const Cluster& cluster, bool padding) {
     u32 hits = 0, violations = 0;
-    for (int at = cluster.rank * THREADS + threadIdx.x; at < request.places(); at += cluster.size * THREADS) {
-        const i32 position = padding ? NONE : request.checked(at, positions[at], violations);
-        request.slots[at] = position >= 0 ? slot_at(request.granules, position) : -1;
-        hits += position >= 0;
+    i32 position[PLACES];
+    i64 granule[PLACES];
+#pragma unroll
+    for (int j = 0; j < PLACES; ++j) {
+        position[j] = request.checked(place(j), padding ? NONE : loaded[j], violations);
+        granule[j] = position[j] >= 0 ? request.granules[static_cast<u32>(position[j]) / HOT_GRANULE] : NONE;
+        hits += position[j] >= 0;
+    }
+#pragma unroll
+    for (int j = 0; j < PLACES; ++j) {
+        if (!cluster.is_mine(chunk(j)) || place(j) >= request.places()) continue;
+        request.slots[place(j)] = slot_in(granule[j], position[j]);
     }
     hits = __reduce_add_sync(ALL_LANES, hits);
     violations = __reduce_add_sync(ALL_LANES, violations);
@@ -86,7 +94,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) swap_in(const __grid_co
     const Shared shared(memory);
     const Cluster cluster;
     const Mailbox mailbox(shared.selected, shared.arrived, cluster);
-    const int entry = blockIdx.x / cluster.size;
+    const int entry = blockIdx.x >> cluster.log2_size();
+    mailbox.open();  // before it follows: this block's own memory
+    cluster.arrive();
     follow();
     const POSITION_T* const positions = p.positions + entry * QUERIES * p.k;
     const i64 row = p.rows[entry], newest = p.newest[entry], identity = p.identity[entry];
@@ -97,12 +107,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) swap_in(const __grid_co
     const bool reports = cluster.rank == 0 && threadIdx.x == 0;
     if (padding | request.is_short()) {  // one branch, so that all three loads are waited for at once
         if (reports) p.miss_counts[entry] = 0;
-        resolve_unmanaged(p, request, positions, cluster, padding);
+        resolve_unmanaged(p, request, loaded, cluster, padding);
         return;
     }
 
-    mailbox.open();
-    cluster.arrive();
     const HotBytes referenced(request.referenced);
     const i32 hand = *request.hand;
     u32 violations = look_up(request, loaded, cluster, mailbox, shared);
