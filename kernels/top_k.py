@@ -63,19 +63,26 @@ class TopKSpecialization(Specialization):
         }
 
 
-def top_positions(scores: torch.Tensor, k: int, lengths: torch.Tensor | None = None) -> torch.Tensor:
+def top_positions(
+    scores: torch.Tensor, k: int, lengths: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Where the largest scores of each row are: int64 [rows, min(k, width)], ascending, of equal scores the first.
 
     scores: float32 [rows, width] on a CUDA device; rows may be further apart than `width`. lengths: int64 or int32
     [rows] on the device, how many scores of each row count, all if None; what lies past a row's length is not read.
-    -1 follows where a row is shorter than k. NaN counts as larger than every number, and both zeros as equal.
+    -1 follows where a row is shorter than k. NaN counts as larger than every number, and both zeros as equal. out:
+    where to write them, contiguous.
 
     One launch, which depends on shapes alone and waits for nothing. The first call for a device loads kernels: make one
     before a graph is captured. Raises ValueError for what the kernel cannot read.
     """
     _check(scores, k, lengths)
     rows, width = scores.shape
-    positions = torch.empty(rows, min(k, width), dtype=torch.int64, device=scores.device)
+    positions = torch.empty(rows, min(k, width), dtype=torch.int64, device=scores.device) if out is None else out
+    if positions.shape != (rows, min(k, width)) or positions.dtype != torch.int64 or not positions.is_contiguous():
+        raise ValueError(
+            f"expected contiguous int64 out [{rows}, {min(k, width)}], found {positions.dtype} {list(positions.shape)}"
+        )
     if positions.numel():
         with torch.cuda.device(scores.device):
             on_device(scores.device).launch(scores, lengths, positions)

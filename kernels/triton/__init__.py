@@ -35,5 +35,5 @@ def absorb(query_nope: torch.Tensor, query_rope: torch.Tensor, key_map: torch.Te
     queries = query_nope.new_empty(tokens, heads, key_map.shape[2] + rope_dim)
     absorbed, rotated = queries.tensor_split((key_map.shape[2],), dim=-1)
     torch.bmm(query_nope.transpose(0, 1), key_map, out=absorbed.transpose(0, 1))
-    rotated.copy_(rotate(query_rope, query_rope[..., :0], rope, interleaved=True, beside_first=True))
+    rotate(query_rope, query_rope[..., :0], rope, interleaved=True, beside_first=True, out=rotated)
     return queries

@@ -35,11 +35,11 @@ class TritonBackend(AttentionBackend):
         index, stored = self._multiplied(index, keys)
         block = max(1, SCORE_BLOCK_BYTES // (4 * num_keys))
         lengths = torch.arange(start + 1, start + 1 + num_queries, device=keys.device)
-        selections = []
+        positions = torch.empty(num_queries, min(topk, num_keys), dtype=torch.int64, device=keys.device)
         for begin in range(0, num_queries, block):
             part = slice(begin, begin + block)
-            selections.append(top_positions(prompt_scores(index[part], stored, start + begin), topk, lengths[part]))
-        return torch.cat(selections)
+            top_positions(prompt_scores(index[part], stored, start + begin), topk, lengths[part], positions[part])
+        return positions
 
     def select_for_decode(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
         """k is min(topk, positions that the page table has room for), whatever the lengths."""

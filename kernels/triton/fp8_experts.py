@@ -2,30 +2,34 @@
 
 Five kernels, of tokens that are quantised: sort pairs of a token and an expert into tiles; gate and up; SwiGLU and
 quantisation; down; each token's weighted sum. Products are cut as in `kernels.triton.fp8_tile`. Programs loop over the
-tiles that there are, so that launches depend on shapes alone and a CUDA graph serves every choice of experts.
+tiles that there are, so that launches depend on shapes alone and a CUDA graph serves every choice of experts. Where
+DeepGEMM is installed (`kernels.deep_gemm`), it multiplies the gathered rows of whole chunks of prompts.
 
 A token's result does not depend on the others while there are at most `FEW` of them; with more, channels are summed in
 one run.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
+from kernels.deep_gemm import ROWS, DeepGemm, deep_gemm
 from kernels.fp8 import BLOCK, FP8, blocks, check_scales
 from kernels.operands import SwiGluWeights
 from kernels.triton.fp8_quantise import swiglu_quantise
 from kernels.triton.fp8_tile import Tiling, described, multiply, multiply_wide
 from kernels.triton.launch import follow, launch, properties
-from kernels.triton.routing import Sorted, sort_pairs, weighted_sum
+from kernels.triton.routing import Sorted, gather_rows, sort_many_pairs, sort_pairs, weighted_sum
 
 FEW = 2048
 """The most tokens that are a decode step's: weights are streamed, and sums are those of one token alone."""
 
 _MOST = 16384
 """Tokens that are computed at once. The more, the fewer rows of tiles are empty. Buffers have room for all of their
-pairs: 3.2 GB for DeepSeek-V3.2, top-8."""
+pairs: 3.2 GB for DeepSeek-V3.2, top-8. DeepGEMM computes as many tokens at once as have no more rows than that."""
 
 _SPLIT_PAIRS = 64
 """With so few pairs, the runs of a tile's channels are shared among programs: they would be too few otherwise."""
@@ -68,23 +72,85 @@ def experts_fp8(
             f"strides {x.stride()}, {ids.stride()} and {weights.stride()}"
         )
     out = torch.empty(tokens, hidden_size, dtype=torch.bfloat16, device=x.device)
-    few, cut = tokens <= FEW, tiling(tokens)
+    routed = _Routed(x, x_scales, ids, weights, shared)
+    captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    library = None if hidden_size % BLOCK or captured else deep_gemm(tokens, x.device)
+    if library is not None:
+        _by_groups(library, routed, experts, 0, out)
+        return out
     for begin in range(0, tokens, _MOST):
-        part = slice(begin, begin + _MOST)
-        here = None if shared is None else range(max(0, shared.start - begin), max(0, min(_MOST, shared.stop - begin)))
-        order = sort_pairs(ids[part], experts.first, count, cut.m, here)
-        rows = _rows(x[part], x_scales[part], order, ids.shape[1], experts, few, cut)
-        weighted_sum(rows, ids[part], weights[part], order, experts.first, count - (here is not None), begin, out)
+        _by_tiles(routed.part(begin, min(begin + _MOST, tokens)), experts, tiling(tokens), begin, out)
     return out
 
 
-def _rows(
-    x: torch.Tensor, x_scales: torch.Tensor, order: Sorted, top_k: int, experts: SwiGluWeights, few: bool, cut: Tiling
-) -> torch.Tensor:
-    """What the experts compute of each row: bfloat16 [P, H], or float32 [splits, P, H], which is to be added up."""
-    both = _product(x, x_scales, order, top_k, experts.gate_up, experts.gate_up_scales, few, cut)
+@dataclass(frozen=True)
+class _Routed:
+    """Tokens and their experts, as `experts_fp8` takes them."""
+
+    x: torch.Tensor
+    x_scales: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    shared: range | None
+
+    def part(self, begin: int, end: int) -> "_Routed":
+        of = slice(begin, end)
+        shared = self.shared and range(max(0, self.shared.start - begin), max(0, min(end, self.shared.stop) - begin))
+        return _Routed(self.x[of], self.x_scales[of], self.ids[of], self.weights[of], shared)
+
+    def add_up(self, rows: torch.Tensor, order: Sorted, experts: SwiGluWeights, begin: int, out: torch.Tensor) -> None:
+        """Write these tokens' weighted sums of rows, which `order` describes, into those of `out` from `begin` on."""
+        chosen = len(experts.down) - (self.shared is not None)
+        weighted_sum(rows, self.ids, self.weights, order, experts.first, chosen, begin, out)
+
+
+def _by_tiles(routed: _Routed, experts: SwiGluWeights, cut: Tiling, begin: int, out: torch.Tensor) -> None:
+    """Gather the rows of each tile as it is multiplied."""
+    few, top_k = len(out) <= FEW, routed.ids.shape[1]
+    sort = sort_pairs if few else sort_many_pairs
+    order = sort(routed.ids, experts.first, len(experts.down), cut.m, routed.shared)
+    both = _product(routed.x, routed.x_scales, order, top_k, experts.gate_up, experts.gate_up_scales, few, cut)
     inner, inner_scales = swiglu_quantise(both, experts.power_of_two, order.counts)
-    return _product(inner, inner_scales, order, 0, experts.down, experts.down_scales, few, cut)
+    rows = _product(inner, inner_scales, order, 0, experts.down, experts.down_scales, few, cut)
+    routed.add_up(rows, order, experts, begin, out)
+
+
+def _by_groups(library: DeepGemm, routed: _Routed, experts: SwiGluWeights, begin: int, out: torch.Tensor) -> None:
+    """Gather all rows, and multiply them by whole matrices. Waits until the device has counted them."""
+    tokens, top_k = routed.ids.shape
+    order = sort_many_pairs(routed.ids, experts.first, len(experts.down), ROWS, routed.shared)
+    counted = _OnHost(order.counts)
+    room = len(order.pairs) if tokens <= _MOST else _MOST * top_k
+    values, scales = gather_rows(routed.x, routed.x_scales, order.pairs[:room], top_k)
+    _, tiles = counted.wait()  # while the device gathers
+    count = tiles * ROWS
+    if count > len(values):
+        half = tokens // 2
+        _by_groups(library, routed.part(0, half), experts, begin, out)
+        _by_groups(library, routed.part(half, tokens), experts, begin + half, out)
+        return
+    scales = scales[:count].t().contiguous().t()
+    expert = order.tiles[:tiles, 0].repeat_interleave(ROWS)
+    both = library.grouped_product(values[:count], scales, experts.gate_up, experts.gate_up_scales, expert)
+    del values, scales
+    inner = swiglu_quantise(both, experts.power_of_two)
+    rows = library.grouped_product(*inner, experts.down, experts.down_scales, expert)
+    routed.add_up(rows, order, experts, begin, out)
+
+
+class _OnHost:
+    """Numbers on their way to the host, where later work of the device does not delay them."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
+        self._numbers.copy_(numbers, non_blocking=True)
+        self._event = torch.cuda.current_stream(numbers.device).record_event() if numbers.is_cuda else None
+
+    def wait(self) -> list[int]:
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[int] = self._numbers.tolist()
+        return numbers
 
 
 def tiling(tokens: int) -> Tiling:

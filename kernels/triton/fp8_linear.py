@@ -1,5 +1,7 @@
 """Linear layers with block-fp8 weights on Hopper: a Triton kernel for few tokens, torch's blockwise product for many.
 
+Those of whole chunks of prompts are computed by DeepGEMM, where it is installed (`kernels.deep_gemm`).
+
 The Triton kernel streams the weight once. Split-K: where the weight has few rows, several programs share a tile's
 channels, and a second kernel adds up what they computed, in order (`kernels.triton.fp8_tile`). How a product is cut
 depends on the weight's shape alone, so a token's result is the same among 1 and among `FEW` tokens. torch's kernel sums
@@ -15,6 +17,7 @@ import triton.language as tl
 from torch.nn.functional import ScalingType
 from triton.language import constexpr, tensor
 
+from kernels.deep_gemm import deep_gemm
 from kernels.fp8 import BLOCK, FP8, blocks, check_scales
 from kernels.operands import SwiGluWeights
 from kernels.triton.fp8_quantise import swiglu_quantise
@@ -38,7 +41,9 @@ _BLOCK = tl.constexpr(BLOCK)
 def linear_fp8(x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """See `kernels.ops.Ops`. K has to be a multiple of 16. Raises ValueError for tensors that do not fit together."""
     if len(x) > FEW and _torch_computes(weight):
-        return torch_product(x, x_scales, weight, scales)
+        library = deep_gemm(len(x), x.device)
+        multiply_many = torch_product if library is None else library.product
+        return multiply_many(x, x_scales, weight, scales)
     return partial_product(x, x_scales, weight, scales)
 
 

@@ -1,7 +1,8 @@
 """Pairs of a token and an expert, sorted by expert and cut into tiles, and the weighted sums of their results.
 
-The launch depends on shapes alone: tables have room for the most rows and tiles that there can be, and how many there
-are stands on the device. Each expert has a program, which counts all pairs by itself, so that programs need not meet.
+Launches depend on shapes alone: tables have room for the most rows and tiles that there can be, and how many there are
+stands on the device. Few pairs are sorted by one kernel, in which each expert has a program that counts all pairs by
+itself, so that programs need not meet. Many are sorted by torch's radix sort.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
+from kernels.triton.fp8_quantise import new_quantised
 from kernels.triton.launch import follow, launch
 
 
@@ -19,7 +21,8 @@ class Sorted:
     """Rows are the pairs whose expert this process has, expert by expert and in order of their number.
 
     The last rows are those of `shared`, tokens that go to the last expert without having chosen it.
-    pairs: int32 [P + shared], the pair (token * k + choice) of a row; token * k of shared ones.
+    pairs: int32 [P], the pair (token * k + choice) of a row; token * k of shared ones. Those of `sort_many_pairs` are
+    -1 between the end of an expert's rows and its last tile's.
     row: int32 [P], the row of a pair, if it has one.
     table: int32 [1 + most tiles, 4], how many rows and tiles there are, and of each tile the expert, the first row and
     the end of the expert's rows. They are one tensor since few tiles then lie in the cache line that says how many.
@@ -45,7 +48,7 @@ def sort_pairs(ids: torch.Tensor, first_expert: int, experts: int, block_m: int,
     """Sort ids, integers [T, k], into tiles of block_m rows of one of `experts` experts from first_expert on.
 
     The rows of ids are contiguous, and may lie apart. shared: the last expert is not one of those, and computes these
-    tokens.
+    tokens. Takes as long as one multiprocessor takes to look at all pairs twice.
     """
     count = ids.numel()
     most_rows = count + len(shared or ())
@@ -63,6 +66,45 @@ def sort_pairs(ids: torch.Tensor, first_expert: int, experts: int, block_m: int,
         num_warps=4 if chunk < _CHUNK else 8,
     )  # fmt: skip
     return Sorted(pairs, row, table, shared or range(0))
+
+
+def sort_many_pairs(
+    ids: torch.Tensor, first_expert: int, experts: int, block_m: int, shared: range | None = None
+) -> Sorted:
+    """`sort_pairs` of many pairs, with each expert's rows from a multiple of block_m on."""
+    chosen = experts if shared is None else experts - 1
+    shared = shared or range(0)
+    top_k, count, most_tiles = ids.shape[1], ids.numel(), (ids.numel() + len(shared)) // block_m + experts
+    most_rows = most_tiles * block_m
+    number = torch.arange(max(count, most_tiles), device=ids.device)
+    local = ids.flatten() - first_expert
+    local = torch.where((local >= 0) & (local < chosen), local, chosen).to(torch.int16)
+    expert, pair = torch.sort(local, stable=True)
+    experts_here = torch.arange(chosen + 1, dtype=torch.int16, device=ids.device)
+    begin = torch.searchsorted(expert, experts_here)  # of each expert's pairs
+    of_expert = begin.diff()
+    if chosen < experts:
+        of_expert = torch.nn.functional.pad(of_expert, (0, 1), value=len(shared))
+    tiles_end = torch.div(of_expert + block_m - 1, block_m, rounding_mode="floor").cumsum(0)
+    first_row = torch.nn.functional.pad(tiles_end, (1, 0)) * block_m
+
+    index = expert.int()
+    place = torch.where(index < chosen, first_row[index] + number[:count] - begin[index], most_rows).int()
+    row = torch.empty(count, dtype=torch.int32, device=ids.device)
+    row[pair] = place
+    pairs = torch.full((most_rows + 1,), -1, dtype=torch.int32, device=ids.device)
+    pairs[place] = pair.int()
+    if shared:
+        tokens = torch.arange(shared.start, shared.stop, dtype=torch.int32, device=ids.device)
+        pairs[first_row[chosen] + number[: len(shared)]] = tokens * top_k
+
+    tile = number[:most_tiles]
+    owner = torch.searchsorted(tiles_end, tile, right=True).clamp_(max=experts - 1)
+    end = first_row[:-1] + of_expert
+    table = torch.zeros((1 + most_tiles, 4), dtype=torch.int32, device=ids.device)
+    table[0, 0], table[0, 1] = end[-1], tiles_end[-1]
+    table[1:, :3] = torch.stack([owner, tile * block_m, end[owner]], 1)
+    return Sorted(pairs[:-1], row, table, shared)
 
 
 _LEAST_CHUNK, _CHUNK = 128, 4096
@@ -126,11 +168,59 @@ def _local(
     return tl.where(here, local, chosen)
 
 
+_GATHERED = 2048
+"""Channels of a row that are copied together."""
+
+
+def gather_rows(
+    x: torch.Tensor, x_scales: torch.Tensor, pairs: torch.Tensor, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens x [T, K] of pairs [P], in fp8, and their scales, float32 [P, K / 128] of strides (1, P).
+
+    Rows that have no pair are undefined.
+    """
+    k, num_blocks = x.shape[1], x_scales.shape[1]
+    values, scales = new_quantised(len(pairs), k, x.device)
+    launch(
+        _gather, (len(pairs),), x.device,
+        x.view(torch.uint8), x.stride(0), x_scales, *x_scales.stride(), pairs, values.view(torch.uint8), scales,
+        len(pairs), k, num_blocks,
+        top_k=top_k, block=_GATHERED, scale_block=triton.next_power_of_2(num_blocks), num_warps=4,
+    )  # fmt: skip
+    return values, scales
+
+
+@triton.jit(do_not_specialize=["count"])
+def _gather(
+    x: tensor, x_stride: tensor, x_scales: tensor, row_stride: tensor, block_stride: tensor, pairs: tensor,
+    values: tensor, scales: tensor, count: tensor, k: tensor, num_blocks: tensor,
+    top_k: constexpr, block: constexpr, scale_block: constexpr, chained: constexpr,
+) -> None:  # fmt: skip
+    """One row."""
+    follow(chained)
+    row = tl.program_id(0).to(tl.int64)
+    pair = tl.load(pairs + row)
+    if pair >= 0:
+        token = (pair // top_k).to(tl.int64)
+        for begin in range(0, k, block):
+            column = begin + tl.arange(0, block)
+            value = tl.load(x + token * x_stride + column, mask=column < k)
+            tl.store(values + row * k + column, value, mask=column < k)
+        number = tl.arange(0, scale_block)
+        scale = tl.load(x_scales + token * row_stride + number * block_stride, mask=number < num_blocks)
+        tl.store(scales + number.to(tl.int64) * count + row, scale, mask=number < num_blocks)
+
+
 _SUMMED = 1024
 """Channels of a token's sum that one program adds up."""
 
 _SUM_TOKENS = 256
 """With more tokens programs add up twice as many channels, so that all of them run at once."""
+
+_SKIP_TOKENS = 2048
+"""With more tokens a program adds up all channels of one, and passes over rows that are not here."""
+
+_MANY_WARPS = 8
 
 
 def weighted_sum(
@@ -151,12 +241,13 @@ def weighted_sum(
     """
     tokens, top_k = ids.shape
     size = out.shape[1]
-    block = _SUMMED if tokens <= _SUM_TOKENS else 2 * _SUMMED
+    many = tokens > _SKIP_TOKENS
+    block = _SUMMED if tokens <= _SUM_TOKENS else triton.next_power_of_2(size) if many else 2 * _SUMMED
     launch(
         _weigh, (tokens, triton.cdiv(size, block)), out.device,
         rows, ids, ids.stride(0), weights, weights.stride(0), order.row, order.counts, out,
         begin, order.shared.start, len(order.shared), len(order.pairs), size, first_expert, count, top_k,
-        splits=len(rows) if rows.dim() == 3 else 1, block=block, num_warps=4,
+        splits=len(rows) if rows.dim() == 3 else 1, block=block, skips=many, num_warps=_MANY_WARPS if many else 4,
     )  # fmt: skip
 
 
@@ -165,7 +256,7 @@ def _weigh(
     rows: tensor, ids: tensor, ids_stride: tensor, weights: tensor, weights_stride: tensor, row_of: tensor,
     counts: tensor, out: tensor,
     begin: tensor, shared_first: tensor, shared_count: tensor, num_rows: tensor, size: tensor, first_expert: tensor,
-    count: tensor, top_k: constexpr, splits: constexpr, block: constexpr, chained: constexpr,
+    count: tensor, top_k: constexpr, splits: constexpr, block: constexpr, skips: constexpr, chained: constexpr,
 ) -> None:  # fmt: skip
     """A block of one token's weighted sum."""
     follow(chained)
@@ -175,9 +266,10 @@ def _weigh(
     for choice in tl.static_range(top_k):
         local = tl.load(ids + token * ids_stride + choice) - first_expert
         here = (local >= 0) & (local < count)
-        row = tl.load(row_of + token * top_k + choice, mask=here, other=0)
-        value = _row(rows, row, here & (column < size), column, num_rows, size, splits)
-        total += tl.load(weights + token * weights_stride + choice, mask=here, other=0.0) * value
+        if here | (not skips):
+            row = tl.load(row_of + token * top_k + choice, mask=here, other=0)
+            value = _row(rows, row, here & (column < size), column, num_rows, size, splits)
+            total += tl.load(weights + token * weights_stride + choice, mask=here, other=0.0) * value
     number = tl.program_id(0) - shared_first
     here = (number >= 0) & (number < shared_count)
     row = tl.load(counts, mask=here, other=0) - shared_count + number

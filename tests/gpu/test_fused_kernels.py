@@ -57,7 +57,7 @@ def test_many_queries_are_absorbed_in_place_as_few_are() -> None:
 def test_parts_that_do_not_fit_together_are_refused() -> None:
     x, beside, angles = randn(2, 3, 8), randn(2, 3, 5), randn(2, 1, 4)
     for wrong in ((x, beside[:1], angles), (x, beside.bfloat16(), angles), (x, beside, angles[..., :2])):
-        with pytest.raises(ValueError, match="expected x and beside"):
+        with pytest.raises(ValueError, match="expected x, beside and out"):
             rotate(*wrong[:2], Rope(wrong[2], wrong[2]), interleaved=True, beside_first=True)
 
 

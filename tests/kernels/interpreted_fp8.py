@@ -1,14 +1,16 @@
 """The kernels of block-fp8 weights in Triton's interpreter, against `kernels.fp8`."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from kernels import fp8
 from kernels.operands import BlockFp8, RmsNorm, SwiGluWeights
-from kernels.triton import add_rms_norm, experts_fp8, fp8_experts, linear_fp8, reduce_fp8
+from kernels.triton import add_rms_norm, experts_fp8, fp8_experts, linear_fp8, reduce_fp8, routing
 from kernels.triton.fp8_quantise import quantise, swiglu_quantise
 from kernels.triton.fp8_tile import Tiling
-from kernels.triton.routing import sort_pairs
+from kernels.triton.routing import sort_many_pairs, sort_pairs
 from model.shard import RoutedTokens
 from tests.kernels.fp8_cases import close, expert_case, randn, routed, weight
 from tests.kernels.fp8_kernels import experts, linear, mlp
@@ -111,6 +113,28 @@ def test_pairs_are_sorted_by_expert(tokens: int, block_m: int) -> None:
     assert torch.equal(again.tiles[:tiles], order.tiles[:tiles])
 
 
+@pytest.mark.parametrize("shared", [None, range(3, 30), range(0)])
+@pytest.mark.parametrize(("tokens", "block_m"), [(37, 4), (100, 16)])
+def test_many_pairs_are_sorted_by_expert(tokens: int, block_m: int, shared: range | None) -> None:
+    ids = torch.randint(0, 12, (tokens, 3), generator=torch.Generator().manual_seed(1))
+    chosen = 5
+    order = sort_many_pairs(ids, 4, chosen + (shared is not None), block_m, shared)
+    end, tiles = order.counts.tolist()
+    of = [(ids.flatten() == expert).nonzero().squeeze(1).tolist() for expert in range(4, 4 + chosen)]
+    of += [] if shared is None else [[3 * token for token in shared]]
+    pairs, table = [], []
+    for expert, expected in enumerate(of):
+        first = len(pairs)
+        table += [[expert, row, first + len(expected)] for row in range(first, first + len(expected), block_m)]
+        last_end = first + len(expected)
+        if expert < chosen:
+            assert order.row[torch.tensor(expected, dtype=torch.int64)].tolist() == list(range(first, last_end))
+        pairs += expected + [-1] * (-len(expected) % block_m)
+    assert (end, tiles) == (last_end, len(table))
+    assert order.tiles[:tiles].tolist() == table
+    assert order.pairs.tolist() == pairs + [-1] * (len(order.pairs) - len(pairs))
+
+
 @pytest.mark.parametrize(
     ("tokens", "top_k", "count", "hidden", "width"), [(1, 2, 3, 272, 128), (9, 4, 4, 256, 256), (40, 2, 3, 1280, 128)]
 )
@@ -129,10 +153,44 @@ def test_experts(tokens: int, top_k: int, count: int, hidden: int, width: int, m
 @pytest.mark.parametrize("n", [128, 256])
 def test_experts_of_many_tokens(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_experts, "FEW", 0)
+    monkeypatch.setattr(routing, "_SKIP_TOKENS", 0)
     monkeypatch.setattr(fp8_experts, "_MOST", 24)
     monkeypatch.setattr(fp8_experts, "tiling", lambda tokens: Tiling(32, n, 4, 2, 1, tokens_left=True))
     case = expert_case(40, 2, 3, 272, 128, first=2, power_of_two=False)
     close(experts(*case), fp8.experts(*case), 0.01)
+    rows = routed(*case[:3], False)
+    close(experts_fp8(*rows.quantised, rows.ids, rows.weights, case[3]), fp8.experts(*case), 0.01)
+    for shared in (range(3, 30), range(30, 40), range(0)):
+        close(experts(*case, shared), fp8.experts(*case, shared), 0.01)
+
+
+@pytest.mark.parametrize("tokens", [40, 300])
+def test_experts_of_many_tokens_by_another_product(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What DeepGEMM is given: rows that lie together, of one expert in each 128."""
+    given: list[list[int]] = []
+
+    def product(
+        x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, expert: torch.Tensor
+    ) -> torch.Tensor:
+        assert expert.dtype == torch.int32
+        assert len(x) == len(expert)
+        assert x_scales.stride() == (1, len(x))
+        assert (expert.view(-1, 128) == expert[::128, None]).all()
+        given.append(expert[::128].tolist())
+        dense = x.float() * x_scales.repeat_interleave(128, 1)
+        of_row = fp8.dequantise(weight, scales, torch.float32)
+        by_expert = [tile @ of_row[number].T for tile, number in zip(dense.split(128), given[-1], strict=True)]
+        return torch.cat(by_expert).bfloat16()
+
+    monkeypatch.setattr(fp8_experts, "FEW", 0)
+    monkeypatch.setattr(routing, "_SKIP_TOKENS", 0)
+    monkeypatch.setattr(fp8_experts, "_MOST", 150)
+    library = SimpleNamespace(grouped_product=product)
+    monkeypatch.setattr(fp8_experts, "deep_gemm", lambda tokens, device: library)
+    case = expert_case(tokens, 2, 3, 2304, 128, first=2, power_of_two=False)
+    close(experts(*case), fp8.experts(*case), 0.01)
+    assert len(given) == (2 if tokens == 40 else 4), "two products of all rows, or of each half"
+    assert given[0] == given[1] == sorted(given[0])
     rows = routed(*case[:3], False)
     close(experts_fp8(*rows.quantised, rows.ids, rows.weights, case[3]), fp8.experts(*case), 0.01)
     for shared in (range(3, 30), range(30, 40), range(0)):
