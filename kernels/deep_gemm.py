@@ -10,10 +10,11 @@ import torch
 from kernels.fp8 import BLOCK, FP8
 
 _MOST_OF_A_STEP = 2048
-"""With as many tokens a product may be a decode step's, which is not to wait and sums as it always does."""
+"""A decode step's tokens at most. Its products never wait for the device, and add up in one order."""
 
-_UNIT = 1024
-"""Of a whole chunk. DeepGEMM compiles kernels for the number of rows, for which the middle of a service is no time."""
+_CHUNK_UNIT = 1024
+"""The tokens of a whole chunk are a multiple of it. For other numbers of rows DeepGEMM may have to compile kernels,
+while requests wait."""
 
 ROWS = 128
 """Rows of an expert begin at a multiple of it."""
@@ -47,7 +48,7 @@ class DeepGemm:
 
 def deep_gemm(tokens: int, device: torch.device) -> DeepGemm | None:
     """The library, if it is installed and works on this device, and these are the tokens of whole chunks of prompts."""
-    return None if tokens <= _MOST_OF_A_STEP or tokens % _UNIT else _on(device)
+    return None if tokens <= _MOST_OF_A_STEP or tokens % _CHUNK_UNIT else _on(device)
 
 
 @cache
