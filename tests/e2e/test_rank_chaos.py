@@ -50,8 +50,7 @@ def test_no_token_is_wrong_or_slot_left_when_ranks_end(start_cluster: StartClust
         "decode-group", ranks=RANKS, hisparse_config=HOT_BUFFER, step_timeout=STEP_TIMEOUT_S, debug_verify_swap_in=True
     )
     other = cluster.decode("other", hisparse_config=HOT_BUFFER)
-    wait_until(lambda: registered(cluster), 120, "all nodes")
-    cluster.wait_ready()
+    cluster.wait_ready(prefill=2, decode=RANKS + 1)
     clients = Clients(cluster.url, prompts, rng, concurrency=8, patience=60)
     notes: list[str] = []
     deck: list[str] = []
