@@ -7,6 +7,7 @@ of a processor, and tests that wait for something ask some thousand times. Who s
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -23,6 +24,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How long an example takes says nothing on a busy machine.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+# A shell starts its background jobs with Ctrl-C ignored, and so would the processes that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 # By default a traceback is drawn with all local variables, which takes a tenth of a second.
