@@ -5,6 +5,7 @@ import time
 import structlog
 from prometheus_client import Counter, Gauge
 
+from base.device import DeviceFailed
 from base.phase import Phase
 from control.membership import Membership
 from control.messages import (
@@ -24,7 +25,6 @@ from decode_node.remote_prefill import PrefillMessage, RemotePrefill
 from decode_node.request import RequestState
 from decode_node.scheduler import Scheduler
 from decode_node.verifier import ChecksumTask, Digesting, Verification
-from engine.device import DeviceFailed
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.filling import FillEnd
 from ranks.barrier import GroupFailed

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from base.device import Download
 from control.prompt_logprobs import PromptLogprobs
-from engine.device import Download
 from model.sparse_model import TokenLogprobs
 
 

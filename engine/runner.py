@@ -9,9 +9,9 @@ import numpy.typing as npt
 import structlog
 import torch
 
+from base.device import Download, check_device
 from control.messages import Sampling, Token
 from engine.adjustments import Ban, LogitAdjustments
-from engine.device import Download, check_device
 from engine.draft_policy import DraftPolicy, StepSize
 from engine.graphs import StepGraphs
 from engine.passes import StepPasses

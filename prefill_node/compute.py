@@ -8,7 +8,7 @@ from typing import Self
 import structlog
 import torch
 
-from engine.device import DeviceFailed, check_device
+from base.device import DeviceFailed, check_device
 from prefill_node.orders import StepEnded
 from ranks.group import Ranks
 

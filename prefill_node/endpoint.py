@@ -8,11 +8,11 @@ from collections.abc import Hashable, Iterable
 
 import structlog
 
+from base.device import DeviceFailed
 from base.phase import Phase
 from base.tombstones import LatestDict
 from control import messages
 from control.messages import AttemptId, FetchGrant, FetchRefused, Message, Peer, PrefillFailed, PrefillRequest, Quiesced
-from engine.device import DeviceFailed
 from prefill_node.attempt import HeldAttempt, Update
 from prefill_node.lanes import DecodeNodes
 from prefill_node.planner import PrefillPlanner

@@ -10,10 +10,10 @@ from typing import Annotated, Self, get_args
 import numpy as np
 from pydantic import PlainSerializer, PlainValidator
 
+from base.device import DeviceFailed
 from base.metrics import FetchFailure
 from control.messages import AttemptId, Destination, Peer
 from control.prompt_logprobs import PromptLogprobs
-from engine.device import DeviceFailed
 from ranks.executor import DataclassCodec, LineCodec
 from transfer.memory import Checksum, Checksums
 from transfer.planner import Int64s

@@ -8,11 +8,11 @@ import time
 
 import structlog
 
+from base.device import DeviceFailed
 from base.metrics import Metrics
 from base.tracing import NO_TRACER, Tracer
 from control.messages import AttemptId, FetchGrant, FetchRefused, Peer, PrefillRequest, Progress, Quiesced
 from engine.chunked import ChunkedPrefill
-from engine.device import DeviceFailed
 from prefill_node.attempt import HeldAttempt, HeldState, Update
 from prefill_node.config import FetchPolicy
 from prefill_node.dispatch import Dispatch, Transfer

@@ -21,11 +21,11 @@ import numpy.typing as npt
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from base.device import Download
 from decode_node import process
 from decode_node.node import DecodeNode
 from decode_node.scheduler import Scheduler
 from engine.adjustments import Ban
-from engine.device import Download
 from engine.draft_policy import StepSize
 from engine.runner import Batch, Computed, LaunchedStep, ModelRunner
 

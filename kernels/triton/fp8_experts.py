@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
+from base.device import Download
 from kernels.deep_gemm import ROWS, DeepGemm, deep_gemm
 from kernels.fp8 import BLOCK, FP8, blocks, check_scales
 from kernels.operands import SwiGluWeights
@@ -73,13 +74,17 @@ def experts_fp8(
         )
     out = torch.empty(tokens, hidden_size, dtype=torch.bfloat16, device=x.device)
     routed = _Routed(x, x_scales, ids, weights, shared)
-    captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    library = None if hidden_size % BLOCK or captured else deep_gemm(tokens, x.device)
+    prompt = tokens > FEW and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    library = deep_gemm(tokens, x.device) if prompt and hidden_size % BLOCK == 0 else None
     if library is not None:
         _by_groups(library, routed, experts, 0, out)
         return out
+    sort = sort_many_pairs if prompt else sort_pairs
+    cut = tiling(tokens)
     for begin in range(0, tokens, _MOST):
-        _by_tiles(routed.part(begin, min(begin + _MOST, tokens)), experts, tiling(tokens), begin, out)
+        part = routed.part(begin, min(begin + _MOST, tokens))
+        order = sort(part.ids, experts.first, count, cut.m, part.shared)
+        _by_tiles(part, order, experts, cut, begin, out)
     return out
 
 
@@ -104,11 +109,11 @@ class _Routed:
         weighted_sum(rows, self.ids, self.weights, order, experts.first, chosen, begin, out)
 
 
-def _by_tiles(routed: _Routed, experts: SwiGluWeights, cut: Tiling, begin: int, out: torch.Tensor) -> None:
+def _by_tiles(
+    routed: _Routed, order: Sorted, experts: SwiGluWeights, cut: Tiling, begin: int, out: torch.Tensor
+) -> None:
     """Gather the rows of each tile as it is multiplied."""
     few, top_k = len(out) <= FEW, routed.ids.shape[1]
-    sort = sort_pairs if few else sort_many_pairs
-    order = sort(routed.ids, experts.first, len(experts.down), cut.m, routed.shared)
     both = _product(routed.x, routed.x_scales, order, top_k, experts.gate_up, experts.gate_up_scales, few, cut)
     inner, inner_scales = swiglu_quantise(both, experts.power_of_two, order.counts)
     rows = _product(inner, inner_scales, order, 0, experts.down, experts.down_scales, few, cut)
@@ -119,10 +124,10 @@ def _by_groups(library: DeepGemm, routed: _Routed, experts: SwiGluWeights, begin
     """Gather all rows, and multiply them by whole matrices. Waits until the device has counted them."""
     tokens, top_k = routed.ids.shape
     order = sort_many_pairs(routed.ids, experts.first, len(experts.down), ROWS, routed.shared)
-    counted = _OnHost(order.counts)
+    counts = Download(order.counts)
     room = len(order.pairs) if tokens <= _MOST else _MOST * top_k
     values, scales = gather_rows(routed.x, routed.x_scales, order.pairs[:room], top_k)
-    _, tiles = counted.wait()  # while the device gathers
+    tiles = int(counts.wait()[1])  # while the device gathers
     count = tiles * ROWS
     if count > len(values):
         half = tokens // 2
@@ -136,21 +141,6 @@ def _by_groups(library: DeepGemm, routed: _Routed, experts: SwiGluWeights, begin
     inner = swiglu_quantise(both, experts.power_of_two)
     rows = library.grouped_product(*inner, experts.down, experts.down_scales, expert)
     routed.add_up(rows, order, experts, begin, out)
-
-
-class _OnHost:
-    """Numbers on their way to the host, where later work of the device does not delay them."""
-
-    def __init__(self, numbers: torch.Tensor) -> None:
-        self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
-        self._numbers.copy_(numbers, non_blocking=True)
-        self._event = torch.cuda.current_stream(numbers.device).record_event() if numbers.is_cuda else None
-
-    def wait(self) -> list[int]:
-        if self._event is not None:
-            self._event.synchronize()
-        numbers: list[int] = self._numbers.tolist()
-        return numbers
 
 
 def tiling(tokens: int) -> Tiling:

@@ -217,10 +217,8 @@ _SUMMED = 1024
 _SUM_TOKENS = 256
 """With more tokens programs add up twice as many channels, so that all of them run at once."""
 
-_SKIP_TOKENS = 2048
-"""With more tokens a program adds up all channels of one, and passes over rows that are not here."""
-
-_MANY_WARPS = 8
+_SKIP_TOKENS, _SKIP_WARPS = 2048, 8
+"""With more tokens a program adds up all channels of one, and passes over rows that are not here. Its warps."""
 
 
 def weighted_sum(
@@ -241,13 +239,14 @@ def weighted_sum(
     """
     tokens, top_k = ids.shape
     size = out.shape[1]
-    many = tokens > _SKIP_TOKENS
-    block = _SUMMED if tokens <= _SUM_TOKENS else triton.next_power_of_2(size) if many else 2 * _SUMMED
+    skips, warps, block = False, 4, _SUMMED if tokens <= _SUM_TOKENS else 2 * _SUMMED
+    if tokens > _SKIP_TOKENS:
+        skips, warps, block = True, _SKIP_WARPS, triton.next_power_of_2(size)
     launch(
         _weigh, (tokens, triton.cdiv(size, block)), out.device,
         rows, ids, ids.stride(0), weights, weights.stride(0), order.row, order.counts, out,
         begin, order.shared.start, len(order.shared), len(order.pairs), size, first_expert, count, top_k,
-        splits=len(rows) if rows.dim() == 3 else 1, block=block, skips=many, num_warps=_MANY_WARPS if many else 4,
+        splits=len(rows) if rows.dim() == 3 else 1, block=block, skips=skips, num_warps=warps,
     )  # fmt: skip
 
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from base.device import DeviceFailed
 from control.messages import AttemptId, Quiesced, Sampling
 from decode_node.request import RequestState
-from engine.device import DeviceFailed
 from tests.decode_node.world import GATEWAY, HOT, PREFILL, World, counted
 from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S
 

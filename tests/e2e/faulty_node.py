@@ -26,12 +26,12 @@ import numpy as np
 import torch
 import zmq
 
+from base.device import DeviceFailed
 from cli.main import main as run_command
 from control import connections
 from control.messages import Destination
 from control.plane import ControlPlane
 from engine import runner
-from engine.device import DeviceFailed
 from prefill_node import lanes
 from tests.e2e import chaos_audit
 from transfer.planner import Descriptors

@@ -5,7 +5,7 @@ import sys
 
 FAIL = """
 import torch
-from engine.device import DeviceFailed, check_device
+from base.device import DeviceFailed, check_device
 device = torch.device("cuda", 0)
 check_device(device)
 try:

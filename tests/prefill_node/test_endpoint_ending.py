@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
+from base.device import DeviceFailed
 from control.messages import Admitted, Message, PrefillDone, PrefillFailed
-from engine.device import DeviceFailed
 from prefill_node import endpoint
 from service.lifecycle import Lifecycle
 from tests.prefill_node.world import R, World, request
