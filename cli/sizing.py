@@ -153,18 +153,12 @@ class NodeSizing:
             sizes = self.sizes(running, _PLENTY_GIB, context_length)
         except StartupError:
             return False
-        return sizes.num_device_slots == sizes.asked_device_slots and sizes.device_bytes <= self.pool_bytes
+        return sizes.has_all_buffers and sizes.device_bytes <= self.pool_bytes
 
     @property
     def running(self) -> int:
         """Requests that run at a time."""
         return min(self.held, self.fitting)
-
-    @cached_property
-    def most_whole(self) -> int:
-        """Requests of full length that are whole in device memory, of a node that runs no more. One that may run more
-        has index keys and tables for all."""
-        return bisect_left(range(1, self.running + 1), True, key=lambda running: self.whole_of(running) < running)
 
     def filled(self, running: int) -> Sizes:
         """A rank's pools for `running` requests, with buffers and resident rows that take all memory."""
@@ -178,10 +172,10 @@ class NodeSizing:
     def buffer_of(self, running: int) -> int:
         return self.filled(running).config.device_buffer_size
 
-    def whole_of(self, running: int) -> int:
-        """Requests of full length that are whole in device memory while no others run, of a node that may run so
-        many."""
-        return self.filled(running).whole_requests
+    @cached_property
+    def whole(self) -> int:
+        """Requests of full length that are whole in device memory while no others run."""
+        return self.filled(self.running).whole_requests
 
     def check(self) -> None:
         """Raises ProcessFailed if no request of full length fits both kinds of node, with the longest that does."""
@@ -219,8 +213,8 @@ class NodeSizing:
 
     @property
     def whole_step_limit_ms(self) -> float:
-        """Likewise, for a step of `most_whole` requests, which swaps nothing in."""
-        return sum(self.limit_ms(self._step_of(self.most_whole, 0), part) for part in StepPart)
+        """Likewise, for a step of `whole` requests, which swaps nothing in."""
+        return sum(self.limit_ms(self._step_of(self.whole, 0), part) for part in StepPart)
 
     @property
     def step_ms(self) -> float:
@@ -279,10 +273,10 @@ def rows(config: SizingConfig) -> list[Row]:
         larger, requests = 2 * x.buffer_size, x.running_with(2 * x.buffer_size)
         twice = f"requests with {larger:,} each | with a `--max-running-requests` of {requests} | {in_all(requests)}\n"
     whole_output = ""
-    if x.most_whole:
-        whole, whole_ms = x.most_whole * c.ranks, x.whole_step_limit_ms
+    if x.whole:
+        whole, whole_ms = x.whole * c.ranks, x.whole_step_limit_ms
         whole_output = f"""\
-output at the limit with these | {whole} / {whole_ms:.1f} ms, nothing swapped in | {output(x.most_whole, whole_ms)}
+output at the limit with these | {whole} / {whole_ms:.1f} ms, nothing swapped in | {output(x.whole, whole_ms)}
 """
     table = f"""\
 weights of a GPU, fp8 | what all ranks have, and 1/{c.ranks} of the routed experts | {gib(x.model.num_bytes)}
@@ -300,8 +294,7 @@ requests that device memory runs | {pool} / {request}, x {c.ranks} ranks: {x.buf
 running requests (`--max-running-requests`) | the less of both | {in_all(x.running)}
 hot slots of each of these | {slots} | {x.buffer_of(x.running):,}
 {twice}\
-of these whole in device memory | while no others run | {in_all(x.whole_of(x.running))}
-requests that are all whole | with a `--max-running-requests` of {x.most_whole} | {in_all(x.most_whole)}
+of these whole in device memory | while no others run | {in_all(x.whole)}
 {whole_output}\
 a decode step at the hardware's limit, ms | {parts} | {limit:.1f} ms
 output at the limit | {x.running * c.ranks} / {limit:.1f} ms | {output(x.running, limit)}

@@ -147,8 +147,7 @@ class SlotManager:
     def admit(self, request: Request) -> bool:
         """Give device slots to a request whose KV is in host memory. False if there are too few."""
         device, num_tokens = self._coordinator.device, request.kv_tokens
-        free = device.free_slots + device.reclaimable_slots
-        if free - device.slots_for(num_tokens) < device.growth_reserve():
+        if not device.has_room_for(num_tokens):
             return False
         assert request.host_slots is not None
         limit = request.most_kv_tokens

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from control.messages import Sampling
-from hisparse.device_pool import upload
+from hisparse.slabs import upload
 
 _NEVER = float("-inf")
 _TokenIds = npt.NDArray[np.int64]

@@ -17,7 +17,7 @@ from engine.graphs import StepGraphs
 from engine.passes import StepPasses
 from engine.sampling import NoToken, SamplingNeeds, draw, settings_of, tokens_of
 from hisparse.coordinator import HiSparseCoordinator, StepPlaces
-from hisparse.device_pool import upload
+from hisparse.slabs import upload
 from model.sparse_model import SparseModel
 
 log = structlog.get_logger(__name__)

@@ -10,8 +10,7 @@ import numpy.typing as npt
 import structlog
 import torch
 
-from hisparse.resident_rows import ResidentRows
-from hisparse.running import RunningRequest
+from hisparse.resident_rows import ResidentRows, RunningRequest
 from hisparse.staging import CopyStream, StagingArea
 from hisparse.step import DecodeStep, StepError
 from hisparse.swap_in import Span, StagedKV, SwapInBackend, SwapInCounters
@@ -115,7 +114,7 @@ class HiSparseCoordinator:
         """
         self._check_admission(request_id, host_slots, num_tokens)
         row = self.device.allocate_row(num_tokens)
-        while row is None and self.device.has_row(num_tokens) and self.residents.reclaim(self._begun):
+        while row is None and self.device.has_free_row and self.residents.reclaim(self._begun):
             row = self.device.allocate_row(num_tokens)
         if row is None:
             return False
@@ -352,13 +351,11 @@ class HiSparseCoordinator:
         return None
 
     def _grow_row(self, request: RunningRequest, num_tokens: int) -> bool:
-        """Give a row index pages and hot slots for that many tokens. False if either is short.
+        """Give a row index pages and hot slots for that many tokens. False if slabs are short.
 
-        A resident row that finds no slots becomes a long one if it has as many tokens as that.
+        A resident row that finds none becomes a long one if it has as many tokens as that.
         """
         device, row = self.device, request.row
-        if not device.has_pages(row, num_tokens):
-            return False
         while not device.grow(row, num_tokens):
             if not self.residents.reclaim(self._begun):
                 break

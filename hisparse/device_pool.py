@@ -1,165 +1,93 @@
-"""The device tier: hot slots, index pages, and one row of tables per running request."""
-
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any
+"""The device tier: slabs of hot slots and index pages, and one row of tables per running request."""
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.swap_in import hot_granule
-from kvcache.extents import Extent, HostSlots, SlotAccountingError, SlotAllocator, expand
+from hisparse.slabs import OwnedSlabs, SlabLayout, check_owners, upload
+from kvcache.extents import Extent, SlotAccountingError, SlotAllocator
 from kvcache.layout import KVLayout
-
-_GROWTH = 64
-"""Hot slots are taken this many at a time, so that a short request does not go to the allocator for every token."""
-
-
-def upload(values: Sequence[int] | npt.NDArray[Any], into: torch.Tensor) -> torch.Tensor:
-    """Copy values to a tensor on a device, in the order of its work, without waiting. Returns the tensor."""
-    tensor = torch.as_tensor(values)
-    if into.is_cuda:  # a copy from memory that is not pinned waits until the device has come to it
-        tensor = tensor.pin_memory()
-    return into.copy_(tensor, non_blocking=True)
-
-
-class _OwnedSlots:
-    """Slots that rows own, and the device table that says which.
-
-    table: int64 [rows, width] on the device. Entry i of a row is `unit` times the i-th slot that the row owns, `vacant`
-    if it owns fewer. counts: how many slots each row owns.
-    """
-
-    def __init__(self, num_slots: int, table: torch.Tensor, vacant: int, unit: int = 1) -> None:
-        self.allocator = SlotAllocator(num_slots)
-        self.counts: defaultdict[int, int] = defaultdict(int)
-        self._table = table.fill_(vacant)
-        self._vacant = vacant
-        self._unit = unit
-        self._extents: defaultdict[int, list[Extent]] = defaultdict(list)
-
-    def can_grow(self, row: int, count: int) -> bool:
-        """Whether `grow` finds enough free slots."""
-        return count - self.counts[row] <= self.allocator.free
-
-    def grow(self, row: int, count: int) -> None:
-        """Have the row own `count` slots, if it owns fewer."""
-        owned = self.counts[row]
-        if count <= owned:
-            return
-        extents = self.allocator.allocate(count - owned)
-        assert extents is not None, "can_grow was asked before"
-        upload(expand(extents) * self._unit, self._table[row, owned:count])
-        self._extents[row] += extents
-        self.counts[row] = count
-
-    def replace(self, row: int, extents: Sequence[Extent]) -> None:
-        """Have the row own these slots, which are taken already, in place of its own."""
-        self.release(row)
-        slots = expand(extents)
-        upload(slots * self._unit, self._table[row, : len(slots)])
-        self._extents[row] = list(extents)
-        self.counts[row] = len(slots)
-
-    def keep(self, row: int, first: int, count: int) -> None:
-        """Have the row own only `count` of its slots, from number `first` on, which becomes its first."""
-        _, tail = HostSlots(tuple(self._extents[row])).cut(first)
-        kept, _ = HostSlots(tail).cut(count)
-        self.allocator.retain(kept)
-        self.replace(row, kept)
-
-    def release(self, row: int) -> None:
-        self.allocator.release(self._extents.pop(row, []))
-        self.counts.pop(row, None)
-        self._table[row] = self._vacant
-
-    def check_integrity(self, what: str, others: Iterable[Extent] = ()) -> None:
-        """Raise SlotAccountingError unless rows and `others` own exactly the used slots, each once."""
-        self.allocator.check_integrity()
-        owned = expand([*others, *(extent for extents in self._extents.values() for extent in extents)])
-        if len(set(owned.tolist())) != len(owned) or len(owned) != self.allocator.used:
-            raise SlotAccountingError(f"rows own {len(owned)} {what}, {self.allocator.used} are used")
 
 
 class DeviceKVPool:
     """Hot slots and index pages in device memory, and the tables by which a kernel finds them.
 
-    kv: uint8 [num_layers, num_slots, item_bytes]. index_keys: uint8 [num_index_layers, num_index_pages,
-    index_page_size, index_key_bytes].
+    Both are views of `memory`, which is divided into slabs (`SlabLayout`): kv, uint8 [num_layers, slots,
+    item_bytes], and index_keys, uint8 [num_index_layers, pages, index_page_size, index_key_bytes].
 
     A running request has a row. A *resident* row has every position at the hot index of its number, and owns hot slots
     for as many positions as it has room for. Any other row owns at most `device_buffer_size` hot slots and a window,
-    and `hisparse.residency` says what they hold. Per row, int64 on the device:
+    in whole slabs, and `hisparse.residency` says what they hold. Per row, int64 on the device:
     hot_granules [max_requests, granules]: hot index // hot_granule -> the first of as many slots of `kv`, -1 if not
     owned. In a row that is not resident, hot indices from device_buffer_size on are for the tokens that a step computes
     of a request that outgrew the buffer.
     identity [max_requests]: I of `hisparse.residency`.
     page_table [max_requests, max_pages]: page of the sequence -> page of `index_keys`, 0 if not owned yet.
     host_slot_of [max_requests, max_context]: position -> slot of the host pool, -1 if there is none yet.
+
+    max_hot_slabs: slabs that may be hot slots at a time; all if None.
     """
 
     def __init__(
         self,
         layout: KVLayout,
-        num_slots: int,
-        num_index_pages: int,
+        num_slabs: int,
         index_page_size: int,
         max_requests: int,
         max_context: int,
         device_buffer_size: int,
         device: torch.device | str,
         window: int = 1,
+        max_hot_slabs: int | None = None,
     ) -> None:
         self.index_page_size = index_page_size
         self.max_requests = max_requests
         self.max_context = max_context
         self.device_buffer_size = device_buffer_size
         self.window = window
-        self.hot_granule = hot_granule(device_buffer_size)
         self.device = torch.device(device)
-
-        def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.uint8, device=self.device)
+        self.slab = SlabLayout.of(layout, index_page_size, device_buffer_size)
+        self.hot_granule = self.slab.granule
+        self.memory = torch.zeros(num_slabs * self.slab.num_bytes, dtype=torch.uint8, device=self.device)
+        self.kv, self.index_keys = self.slab.items(self.memory), self.slab.index_keys(self.memory)
 
         def table(width: int) -> torch.Tensor:
             return torch.full((max_requests, width), -1, dtype=torch.int64, device=self.device)
 
-        self.kv = zeros(layout.num_layers, num_slots, layout.item_bytes)
-        self.index_keys = zeros(layout.num_index_layers, num_index_pages, index_page_size, layout.index_key_bytes)
-        self.buffer_granules = -(-(device_buffer_size + window) // self.hot_granule)
+        self.buffer_slabs = self.slab.for_slots(device_buffer_size + window)
         """Of a row that is long."""
-        self.hot_granules = table(max(self.buffer_granules, self.granules_of(max_context)))
+        granules, pages = np.arange(0, self.slab.slots, self.hot_granule), np.arange(self.slab.pages)
+        most_hot = max(self.buffer_slabs, self.slab.for_slots(max_context))
+        self.hot_granules = table(most_hot * len(granules))
         self.identity = torch.full((max_requests,), device_buffer_size, dtype=torch.int64, device=self.device)
-        self.page_table = table(self._pages_for(max_context))
+        self.page_table = table(self.slab.for_pages(max_context) * len(pages))
         self.host_slot_of = table(max_context)
-        self._granules = _OwnedSlots(num_slots // self.hot_granule, self.hot_granules, -1, unit=self.hot_granule)
-        self._pages = _OwnedSlots(num_index_pages, self.page_table, 0)
-        self._growth = max(1, _GROWTH // self.hot_granule)
-        """In granules."""
+        self._slabs = SlotAllocator(num_slabs)
+        self._hot = OwnedSlabs(self._slabs, self.hot_granules, -1, granules, self.slab.slot_stride, max_hot_slabs)
+        self._pages = OwnedSlabs(self._slabs, self.page_table, 0, pages, self.slab.page_stride)
         self._free_rows = list(reversed(range(max_requests)))
         self._used_rows: set[int] = set()
         self._resident: set[int] = set()
         self._loose: list[tuple[Extent, ...]] = []
-        """Granules that were taken for rows that do not own them yet."""
+        """Slabs that were taken for rows that do not own them yet."""
 
     @property
     def free_slots(self) -> int:
-        return self._granules.allocator.free * self.hot_granule
+        """Hot slots that rows may still get."""
+        return self._hot.free * self.slab.slots
 
     @property
     def used_slots(self) -> int:
-        return self._granules.allocator.used * self.hot_granule
+        return self._hot.used * self.slab.slots
 
     @property
     def usage(self) -> float:
-        """The part of all hot slots that rows own, from 0 to 1."""
-        allocator = self._granules.allocator
-        return allocator.used / max(1, allocator.used + allocator.free)
+        """The part of the hot slots that there can be now that rows own, from 0 to 1."""
+        return self._hot.used / max(1, self._hot.used + self._hot.free)
 
-    def has_row(self, num_tokens: int) -> bool:
-        """Whether there are a row and index pages for a request of `num_tokens` tokens."""
-        return bool(self._free_rows) and self.has_pages(self._free_rows[-1], num_tokens)
+    @property
+    def has_free_row(self) -> bool:
+        return bool(self._free_rows)
 
     @property
     def used_rows(self) -> int:
@@ -177,36 +105,28 @@ class DeviceKVPool:
         """Make room for `num_tokens` tokens in all, of which the last may begin a window: index pages for each, and hot
         slots for each as long as the row is short with all of them, else the whole buffer and the window.
 
-        False (nothing taken) if there is not enough of both. True at once if the room is there. Raises ValueError
+        False (nothing taken) if there are not enough slabs. True at once if the room is there. Raises ValueError
         beyond the context.
         """
         if not 0 <= num_tokens <= self.max_context:
             raise ValueError(f"{num_tokens} tokens asked for, a request may have up to {self.max_context}")
-        if not self.has_pages(row, num_tokens):
+        slots = num_tokens if row in self._resident else self._slots_for(num_tokens)
+        hot, pages = self.slab.for_slots(slots), self.slab.for_pages(num_tokens)
+        lacking = self._hot.lacks(row, hot)
+        if lacking > self._hot.free or lacking + self._pages.lacks(row, pages) > self._slabs.free:
             return False
-        granules = self.granules_of(num_tokens) if row in self._resident else self._granules_for(num_tokens)
-        if not self._granules.can_grow(row, granules):
-            return False
-        self._pages.grow(row, self._pages_for(num_tokens))
-        owned = self._granules.counts[row]
-        if granules > owned:
-            most = self.hot_granules.shape[1] if row in self._resident else self.buffer_granules
-            grown = min(-(-granules // self._growth) * self._growth, most)
-            self._granules.grow(row, min(grown, owned + self._granules.allocator.free))
+        self._hot.grow(row, hot)
+        self._pages.grow(row, pages)
         return True
-
-    def has_pages(self, row: int, num_tokens: int) -> bool:
-        """Whether there are index pages for `num_tokens` tokens of a row."""
-        return self._pages.can_grow(row, self._pages_for(num_tokens))
 
     def room(self, row: int) -> int:
         """For how many tokens a row has index pages and hot slots."""
-        granules = self._granules.counts[row]
-        hot = granules * self.hot_granule
+        slabs = self._hot.counts[row]
+        hot = slabs * self.slab.slots
         if row not in self._resident:
             short = min(hot, self.device_buffer_size + 1 - self.window)
-            hot = self.max_context if granules == self.buffer_granules else short
-        return min(hot, self._pages.counts[row] * self.index_page_size, self.max_context)
+            hot = self.max_context if slabs >= self.buffer_slabs else short
+        return min(hot, self._pages.counts[row] * self.slab.page_tokens, self.max_context)
 
     # Resident rows
 
@@ -218,75 +138,82 @@ class DeviceKVPool:
         return len(self._resident)
 
     def spare(self, row: int) -> int:
-        """Granules that a row gives back when it ceases to be resident."""
-        return max(0, self._granules.counts[row] - self.buffer_granules) if row in self._resident else 0
-
-    @property
-    def reclaimable_slots(self) -> int:
-        """Hot slots that come back under pressure, from resident rows and from those that are being made resident."""
-        return sum(map(self.spare, self._resident)) * self.hot_granule + self.loose_slots
+        """Slabs that a row gives back when it ceases to be resident."""
+        return max(0, self._hot.counts[row] - self.buffer_slabs) if row in self._resident else 0
 
     @property
     def loose_slots(self) -> int:
         """Hot slots that were taken for rows that do not own them yet. Any thread may ask."""
-        return sum(extent.length for taken in list(self._loose) for extent in taken) * self.hot_granule
+        return sum(extent.length for taken in list(self._loose) for extent in taken) * self.slab.slots
 
     @property
     def resident_slots(self) -> int:
         """Hot slots that resident rows own. Any thread may ask."""
-        return sum(self._granules.counts.get(row, 0) for row in list(self._resident)) * self.hot_granule
+        return sum(self._hot.counts.get(row, 0) for row in list(self._resident)) * self.slab.slots
 
-    @property
-    def free_granules(self) -> int:
-        return self._granules.allocator.free
-
-    def take(self, granules: int) -> tuple[Extent, ...] | None:
-        """Take granules for a row that shall become resident, or None if fewer are free."""
-        taken = self._granules.allocator.allocate(granules)
+    def take(self, slabs: int) -> tuple[Extent, ...] | None:
+        """Take slabs for a row that shall become resident, or None if fewer are free."""
+        taken = self._hot.take(slabs)
         if taken is not None:
             self._loose.append(taken)
         return taken
 
+    def slots_of(self, taken: tuple[Extent, ...]) -> npt.NDArray[np.int64]:
+        """The hot slots of slabs, in their order."""
+        first = self._hot.locations(taken)[:, None]
+        return (first + np.arange(self.hot_granule)).flatten()
+
     def drop(self, taken: tuple[Extent, ...]) -> None:
         """Give back what `take` returned."""
         self._loose.remove(taken)
-        self._granules.allocator.release(taken)
+        self._hot.drop(taken)
 
     def make_resident(self, row: int, taken: tuple[Extent, ...] | None = None) -> None:
-        """A row becomes resident. taken: granules of `take`, which hold its positions in order, in place of its own;
-        None for a short row, whose own ones do."""
+        """A row becomes resident. taken: slabs of `take`, which hold its positions in order, in place of its own; None
+        for a short row, whose own ones do."""
         if taken is not None:
             self._loose.remove(taken)
-            self._granules.replace(row, taken)
+            self._hot.replace(row, taken)
         self._resident.add(row)
         self.identity[row] = self.max_context + self.window
 
     def can_make_long(self, row: int) -> bool:
-        """Whether a row has the granules of a long one, or finds them."""
-        return self._granules.can_grow(row, self.buffer_granules)
+        """Whether a row has the slabs of a long one, or finds them."""
+        return self._hot.lacks(row, self.buffer_slabs) <= self._hot.free
 
     def make_long(self, row: int, num_tokens: int) -> int:
-        """Make a resident row a long one, which keeps the granules of its newest tokens. Returns the position that is
-        at hot index 0 then."""
-        wanted = self.granules_of(max(0, num_tokens - self.device_buffer_size))
-        first = min(wanted, self.spare(row))
+        """Make a resident row a long one, which keeps the slabs of its newest tokens. Returns the position that is at
+        hot index 0 then."""
+        first = min(self.slab.for_slots(max(0, num_tokens - self.device_buffer_size)), self.spare(row))
         if self.spare(row):
-            self._granules.keep(row, first, self.buffer_granules)
+            self._hot.keep(row, first, self.buffer_slabs)
         else:
-            self._granules.grow(row, self.buffer_granules)
+            self._hot.grow(row, self.buffer_slabs)
         self._resident.remove(row)
         self.identity[row] = self.device_buffer_size
-        return first * self.hot_granule
+        return first * self.slab.slots
 
-    def slots_for(self, num_tokens: int) -> int:
-        """Hot slots that a request of `num_tokens` tokens needs."""
-        return self._granules_for(num_tokens) * self.hot_granule
+    # Admission
 
-    def growth_reserve(self) -> int:
-        """Hot slots that the running requests will take next: one growth each, less where the buffer is nearly full."""
-        full = self.buffer_granules
-        growing = (min(self._growth, max(0, full - self._granules.counts[row])) for row in self._used_rows)
-        return sum(growing) * self.hot_granule
+    def has_room_for(self, num_tokens: int) -> bool:
+        """Whether a request of `num_tokens` tokens finds slabs, those that resident rows give back included."""
+        spare = sum(map(self.spare, self._resident)) + self.loose_slots // self.slab.slots
+        return self._has_free(self.slab.for_slots(self._slots_for(num_tokens)), num_tokens, spare)
+
+    def can_take(self, slabs: int, num_tokens: int) -> bool:
+        """Whether as many slabs are free for a row that shall become resident, and others for the next request, of
+        `num_tokens` tokens, if there is a row for one."""
+        if self._free_rows:
+            return self._has_free(slabs + self.buffer_slabs, num_tokens)
+        return self._has_free(slabs, 0)
+
+    def _has_free(self, hot: int, num_tokens: int, spare: int = 0) -> bool:
+        """Whether as many slabs are free for hot slots, and for the index keys of tokens, and then for every row one
+        more of each kind that it may yet need. spare: those that are about to be."""
+        hot += sum(self._hot.counts[row] < self.buffer_slabs for row in self._used_rows)
+        most = self.slab.for_pages(self.max_context)
+        pages = self.slab.for_pages(num_tokens) + sum(self._pages.counts[row] < most for row in self._used_rows)
+        return hot <= self._hot.free + spare and hot + pages <= self._slabs.free + spare
 
     def hot_slots(self, rows: torch.Tensor | int, hot: torch.Tensor) -> torch.Tensor:
         """Slots of `kv` at hot indices, -1 if not owned. rows, hot: int64 that broadcast, on the device."""
@@ -314,7 +241,7 @@ class DeviceKVPool:
     def free_row(self, row: int) -> None:
         """Give back the row with its hot slots and index pages."""
         self._used_rows.remove(row)
-        self._granules.release(row)
+        self._hot.release(row)
         self._pages.release(row)
         if row in self._resident:
             self._resident.remove(row)
@@ -323,19 +250,12 @@ class DeviceKVPool:
         self._free_rows.append(row)
 
     def check_integrity(self) -> None:
-        """Raise SlotAccountingError unless what rows own is exactly what is used, each slot and page once."""
-        self._granules.check_integrity("granules", [extent for taken in self._loose for extent in taken])
-        self._pages.check_integrity("index pages")
+        """Raise SlotAccountingError unless what rows own is exactly what is used, each slab once."""
+        loose = [extent for taken in self._loose for extent in taken]
+        check_owners(self._slabs, [*self._hot.owned(), *self._pages.owned(), *loose])
         if sorted([*self._free_rows, *self._used_rows]) != list(range(self.max_requests)):
             raise SlotAccountingError(f"rows used {sorted(self._used_rows)}, free {sorted(self._free_rows)}")
 
-    def _pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.index_page_size)
-
-    def granules_of(self, num_tokens: int) -> int:
-        """Granules that hold as many tokens."""
-        return -(-num_tokens // self.hot_granule)
-
-    def _granules_for(self, num_tokens: int) -> int:
+    def _slots_for(self, num_tokens: int) -> int:
         is_short = num_tokens - 1 + self.window <= self.device_buffer_size
-        return self.granules_of(num_tokens) if is_short else self.buffer_granules
+        return num_tokens if is_short else self.device_buffer_size + self.window

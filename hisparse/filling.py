@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from hisparse.staging import CopyEvent, CopyStream
 from hisparse.swap_in import SwapInBackend
-from kvcache.extents import Extent, HostSlots, common_runs, expand
+from kvcache.extents import Extent, HostSlots, common_runs
 
 _PART_BYTES = 128 * 2**20
 """A step takes about as long as the copy of some such parts, so that a step that waits for one waits shortly."""
@@ -48,11 +48,11 @@ class FillEnd(Enum):
 
 @dataclass(eq=False)
 class _Fill:
-    """granules: what was taken of the pool. slots: int64 [positions], the hot slot of each. filled: positions that are
+    """slabs: what was taken of the pool. slots: int64 [positions], the hot slot of each. filled: positions that are
     there once `event` is over. abandoned: its slots go back then."""
 
     row: int
-    granules: tuple[Extent, ...]
+    slabs: tuple[Extent, ...]
     slots: npt.NDArray[np.int64]
     filled: int = 0
     event: CopyEvent | None = None
@@ -86,19 +86,17 @@ class RowFiller:
         """The row that is being filled."""
         return None if self._fill is None or self._fill.abandoned else self._fill.row
 
-    def granules_for(self, num_tokens: int) -> int:
-        """Granules that `start` takes for a row."""
+    def slabs_for(self, num_tokens: int) -> int:
+        """Slabs that `start` takes for a row."""
         slack = _LEAST_SLACK + num_tokens // 128
-        return self._device.granules_of(min(num_tokens + slack, self._device.max_context))
+        return self._device.slab.for_slots(min(num_tokens + slack, self._device.max_context))
 
     def start(self, row: int, num_tokens: int) -> None:
         """Begin to fill a row that has `num_tokens` tokens. The caller has asked whether there are enough slots."""
         assert self._fill is None, "one at a time"
-        granules = self._device.take(self.granules_for(num_tokens))
-        assert granules is not None, "as many are free"
-        size = self._device.hot_granule
-        first = expand(granules)[:, None] * size
-        self._fill = _Fill(row, granules, (first + np.arange(size)).flatten())
+        slabs = self._device.take(self.slabs_for(num_tokens))
+        assert slabs is not None, "as many are free"
+        self._fill = _Fill(row, slabs, self._device.slots_of(slabs))
 
     def advance(self, host_slots: HostSlots, num_tokens: int, reached: int) -> bool:
         """Go on, and make the row resident once it has caught up. Whether it is.
@@ -123,7 +121,7 @@ class RowFiller:
             self.abandon(FillEnd.FAILED)
             raise
         self._backend.catch_up(fill.row, fill.filled, fill.slots[fill.filled : reached])
-        self._device.make_resident(fill.row, fill.granules)
+        self._device.make_resident(fill.row, fill.slabs)
         self._fill = None
         self.ends[FillEnd.RESIDENT] += 1
         return True
@@ -139,7 +137,7 @@ class RowFiller:
         """Release the slots of an abandoned fill once nothing writes to them."""
         fill = self._fill
         if fill is not None and fill.abandoned and not fill.is_copying:
-            self._device.drop(fill.granules)
+            self._device.drop(fill.slabs)
             self._fill = None
 
     def _copy_part(self, fill: _Fill, host_slots: npt.NDArray[np.int64]) -> None:

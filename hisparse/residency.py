@@ -111,9 +111,11 @@ class Residency:
         self.reset_range(row, 0, min(self.device_buffer_size + 1 - self.window, self.max_context))
 
     def reset_range(self, row: int, first: int, stop: int) -> None:
-        """Positions `first` to `stop` - 1, or as many as there are hot indices, are resident from hot index 0 on."""
+        """Positions `first` to `stop` - 1, if any, or as many as there are hot indices, are resident from hot index 0
+        on."""
         self.reset_empty(row)
-        positions = torch.arange(first, min(stop, first + self.device_buffer_size), device=self.hand.device)
+        stop = max(first, min(stop, first + self.device_buffer_size))
+        positions = torch.arange(first, stop, device=self.hand.device)
         self.position_at[:, row, : len(positions)] = positions.to(self.position_at.dtype)
         self.hot_of[:, row, first : first + len(positions)] = (positions - first).to(self.hot_of.dtype)
 

@@ -1,13 +1,14 @@
 """Decides which rows are resident: the policy of docs/residency.md, over `RowFiller` and `DeviceKVPool`."""
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import structlog
 
 from hisparse.filling import FillEnd, RowFiller
-from hisparse.running import RunningRequest
 from hisparse.staging import CopyStream
 from hisparse.swap_in import SwapInBackend
+from kvcache.extents import HostSlots
 
 log = structlog.get_logger(__name__)
 
@@ -15,6 +16,30 @@ _CALM_STEPS = 256
 """After slots were short, no fill begins for that many steps."""
 _FETCHED = 256
 """About as many positions of a long row are fetched in each step. A fill has to save more than it copies."""
+
+
+@dataclass(eq=False)
+class RunningRequest:
+    """num_tokens: tokens whose KV is on the host, by the steps that were read. unread: tokens that other steps, which
+    were begun, give it at most. room: for how many tokens it has host slots, index pages and hot slots. limit: tokens
+    that it may ever have there."""
+
+    row: int
+    host_slots: HostSlots
+    num_tokens: int
+    limit: int
+    room: int
+    unread: int = 0
+
+    @property
+    def reached(self) -> int:
+        """How many tokens it has at most when the steps that were begun are over."""
+        return self.num_tokens + self.unread
+
+    @property
+    def end(self) -> int:
+        """The position before which its next step may compute tokens."""
+        return min(self.room, self.limit)
 
 
 class ResidentRows:
@@ -99,8 +124,7 @@ class ResidentRows:
         if not rows:
             return
         shortest = min(rows, key=lambda request: request.num_tokens)
-        reserve = device.growth_reserve() // device.hot_granule + device.buffer_granules
-        if self.filler.granules_for(shortest.num_tokens) + reserve <= device.free_granules:
+        if device.can_take(self.filler.slabs_for(shortest.num_tokens), shortest.num_tokens):
             self.filler.start(shortest.row, shortest.num_tokens)
 
     def _keep_calm(self, step: int) -> None:

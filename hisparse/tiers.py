@@ -38,14 +38,14 @@ def build_tiers(
         on_failure.callback(host.close)
         pool = DeviceKVPool(
             layout,
-            num_slots=sizes.num_device_slots,
-            num_index_pages=sizes.num_index_pages,
+            num_slabs=sizes.num_slabs,
             index_page_size=sizes.index_page_size,
             max_requests=sizes.max_requests,
             max_context=sizes.max_context,
             device_buffer_size=hot_size,
             device=device,
             window=sizes.window,
+            max_hot_slabs=sizes.max_hot_slabs,
         )
         residency = Residency(
             layout.num_index_layers, sizes.max_requests, sizes.max_context, hot_size, device, sizes.window

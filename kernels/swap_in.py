@@ -20,11 +20,12 @@ SwapInParams = params_of("request.cuh", "SwapInParams")
 
 
 def hot_granule(device_buffer_size: int) -> int:
-    """Consecutive slots that a row owns at a time: a power of two, so that rounding up costs at most 1/256 of a buffer.
+    """Consecutive slots that an entry of a row's table stands for: a power of two, at most a 256th of a buffer, and at
+    most 16, since slabs (`hisparse.slabs`) consist of whole granules.
 
-    A row's hot slots are then known by at most 512 numbers, which fit a kernel's shared memory.
+    The table of a hot buffer has at most 2048 entries, which fit a kernel's shared memory.
     """
-    return 1 << max(0, (device_buffer_size // 256).bit_length() - 1)
+    return min(16, 1 << max(0, (device_buffer_size // 256).bit_length() - 1))
 
 
 @dataclass(frozen=True)

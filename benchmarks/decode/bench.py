@@ -75,8 +75,18 @@ def _cases(
     spec, drafts = model.spec, config.speculative_num_steps
     hot_size = None if config.resident else config.device_buffer_size
     pool_bytes = int(config.pools_gib * GIB) if config.pools_gib else None
-    requests = Requests(spec, config.context, batch, hot_size, device, drafts, config.resident_rows, pool_bytes)
-    given = GivenSelection(choose_backend("auto", device, spec), spec, batch, device, 1 + drafts)
+    requests = Requests(
+        spec,
+        config.context,
+        batch,
+        hot_size,
+        device,
+        drafts,
+        config.resident_rows,
+        pool_bytes,
+        config.max_running_requests or batch,
+    )
+    given = GivenSelection(choose_backend("auto", device, spec), spec, requests, 1 + drafts)
     runner = ModelRunner(
         SparseModel(model.network, spec, given),
         requests.coordinator,
@@ -107,7 +117,7 @@ def _cases(
             CaseResult(
                 batch=batch,
                 selections=selected.name,
-                kv_bytes=pool.kv.nbytes,
+                kv_bytes=pool.memory.nbytes,
                 buffer=pool.device_buffer_size,
                 whole=batch if config.resident else pool.resident_rows,
                 timing=timing,

@@ -40,6 +40,9 @@ class DecodeBench:
     pools_gib: Annotated[
         float | None, Flag("What a node makes of so much HBM for KV: larger buffers, requests that are whole.")
     ] = None
+    max_running_requests: Annotated[
+        int | None, Flag("Requests that the node of --pools-gib may run; default: those that it runs.", min=1)
+    ] = None
     resident: Annotated[bool, Flag("With all KV in HBM instead, and nothing that looks for it.")] = False
     resident_rows: Annotated[bool, Flag("With rows that become resident first, as a node's do.")] = False
     quantization: Annotated[Literal["none", "fp8"], Flag("Of the weights: bfloat16, or block-fp8.")] = "fp8"

@@ -18,7 +18,7 @@ SCHEMA = 2
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One batch and what it selects. kv_bytes: hot slots in HBM, without keys and tables. buffer: hot slots of a
+    """One batch and what it selects. kv_bytes: hot slots and index keys in HBM. buffer: hot slots of a
     request that is not whole in HBM. whole: how many requests are.
 
     work: of each part, of which `link_gb_per_s` says what the link takes.

@@ -8,8 +8,8 @@ from base.memory import cpus_near
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.device_pool import DeviceKVPool
 from hisparse.residency import Residency
+from hisparse.slabs import SlabLayout
 from hisparse.swap_in import CpuSwapIn, StepBatch, SwapInPlan
-from kernels.swap_in import hot_granule
 from kvcache.host_pool import HostKVPool
 from kvcache.layout import KVLayout
 
@@ -57,11 +57,10 @@ def resident_tiers(
     What a step selects must be given as device slots.
     """
     size = context_length + window
-    granule = hot_granule(size)
+    slab = SlabLayout.of(layout, index_page_size, size)
     pool = DeviceKVPool(
         layout,
-        num_slots=batch * -(-context_length // granule) * granule,
-        num_index_pages=batch * -(-context_length // index_page_size),
+        num_slabs=batch * (slab.for_slots(context_length) + slab.for_pages(context_length)),
         index_page_size=index_page_size,
         max_requests=batch,
         max_context=context_length,

@@ -1,6 +1,7 @@
 """A model with published widths and random weights, requests that it decodes, and what it is made to select."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -143,17 +144,17 @@ class GivenSelection(WrappedBackend):
     last token of each request.
     """
 
-    def __init__(
-        self, inner: AttentionBackend, spec: ModelSpec, batch: int, device: torch.device, width: int = 1
-    ) -> None:
+    def __init__(self, inner: AttentionBackend, spec: ModelSpec, requests: "Requests", width: int = 1) -> None:
         super().__init__(inner)
         self._width = width
-        shape = (spec.num_index_layers, batch * width, spec.index_topk)
-        self.positions = torch.zeros(shape, dtype=torch.int64, device=device)
+        pool = requests.coordinator.device
+        self._keys_stride = pool.index_keys.stride(0)
+        shape = (spec.num_index_layers, len(requests.ids) * width, spec.index_topk)
+        self.positions = torch.zeros(shape, dtype=torch.int64, device=pool.device)
 
     def select_for_decode(self, index: IndexQueries, pages: PagedKeys, topk: int) -> torch.Tensor:
         queries, k = super().select_for_decode(index, pages, topk).shape
-        positions = self.positions[pages.keys.storage_offset() // pages.keys.numel()]  # its keys tell the index layer
+        positions = self.positions[pages.keys.storage_offset() // self._keys_stride]  # its keys tell the index layer
         last = positions[self._width - 1 :: self._width]
         given = last if queries == len(last) else positions
         return given[:queries, :k].contiguous()
@@ -166,7 +167,8 @@ class Requests:
     admission brings all KV into HBM. None: the same at any context length and without a resolve; what layers select
     must be slots (`to_slots`). resident_rows: whether there are hot slots for all tokens of all requests. pool_bytes:
     of HBM, for hot slots, index keys and tables, of which a node makes the largest buffers and resident requests.
-    Raises StartupError if they do not hold a batch with these buffers.
+    most_running: requests that these pools are for, if there are more than the batch. Raises StartupError if they do
+    not hold these buffers.
     """
 
     def __init__(
@@ -179,10 +181,12 @@ class Requests:
         max_drafts: int = 0,
         resident_rows: bool = False,
         pool_bytes: int | None = None,
+        most_running: int = 0,
     ) -> None:
         self._context = context
         self.ids = [f"r{number}" for number in range(batch)]
         host_slots, window = batch * _limit(context) + 1, step_window(max_drafts)
+        most_running = max(batch, most_running)
         if device_buffer_size is None:
             self.coordinator = resident_tiers(
                 spec.kv_layout,
@@ -198,14 +202,14 @@ class Requests:
                 device_buffer_size=device_buffer_size,
                 top_k=spec.index_topk,
                 host_to_device_ratio=None,
-                host_pool_gib=host_slots * spec.kv_layout.token_bytes / GIB,
+                host_pool_gib=(most_running * _limit(context) + 1) * spec.kv_layout.token_bytes / GIB,
                 resident_rows=resident_rows or pool_bytes is not None,
                 larger_buffers=pool_bytes is not None,
             )
             sizes = plan_sizes(
                 tiers,
                 spec.kv_layout,
-                max_running_requests=batch,
+                max_running_requests=most_running,
                 context_length=spec.context_length,
                 index_page_size=_INDEX_PAGE,
                 available_host_bytes=2**40,
@@ -214,9 +218,9 @@ class Requests:
                 fill_memory=True,
                 largest_buffer=largest_buffer(tiers, spec.context_length, max_drafts, device),
             )
-            if sizes.num_device_slots < sizes.asked_device_slots:
-                raise StartupError(f"{batch} requests do not fit: {'; '.join(describe(sizes))}")
-            self.coordinator = build_tiers(sizes, device)
+            if not sizes.has_all_buffers:
+                raise StartupError(f"{most_running} requests do not fit: {'; '.join(describe(sizes))}")
+            self.coordinator = build_tiers(replace(sizes, num_host_slots=host_slots), device)
         kv_format = spec.kv_format
         items = kv_format.encode_items(torch.randn(_FILL_ROWS, spec.item_dim, device=device))
         keys = kv_format.encode_index_keys(torch.randn(_FILL_ROWS, spec.index_dim, device=device))

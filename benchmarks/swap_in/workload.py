@@ -7,8 +7,8 @@ import torch
 from base.memory import cpus_near
 from hisparse.device_pool import DeviceKVPool
 from hisparse.residency import Residency
+from hisparse.slabs import SlabLayout
 from hisparse.swap_in import Span
-from kernels.swap_in import hot_granule
 from kvcache.host_pool import HostKVPool
 from kvcache.layout import KVLayout
 
@@ -44,11 +44,11 @@ class Tiers:
         self.shape = shape
         device = torch.device("cuda", torch.cuda.current_device())
         layout = KVLayout((0,), shape.item_bytes, 16)
+        slab = SlabLayout.of(layout, _INDEX_PAGE, shape.hot_size)
         self.host = HostKVPool(layout, max_batch * shape.context, pin=True, cpus=cpus_near(device))
         self.device = DeviceKVPool(
             layout,
-            num_slots=max_batch * (shape.hot_size + max(shape.window, hot_granule(shape.hot_size))),
-            num_index_pages=max_batch * -(-shape.context // _INDEX_PAGE),
+            num_slabs=max_batch * (slab.for_slots(shape.hot_size + shape.window) + slab.for_pages(shape.context)),
             index_page_size=_INDEX_PAGE,
             max_requests=max_batch,
             max_context=shape.context,

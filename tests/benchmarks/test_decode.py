@@ -119,7 +119,7 @@ def test_requests_decode_and_miss_what_they_must_select(model_type: str, rank_of
     spec = model.spec
     assert (spec.num_layers, spec.num_index_layers) == ((6, 3) if model_type == "glm_moe_dsa" else (2, 2))
     requests = Requests(spec, config.context, 2, 2 * spec.index_topk, CPU)
-    given = GivenSelection(choose_backend("auto", CPU, spec), spec, 2, CPU)
+    given = GivenSelection(choose_backend("auto", CPU, spec), spec, requests)
     runner = ModelRunner(
         SparseModel(model.network, spec, given), requests.coordinator, 2, spec.context_length, record=False
     )

@@ -36,7 +36,7 @@ def decode(model: RankModel, hot_size: int | None, steps: int) -> tuple[list[lis
     torch.manual_seed(1)
     spec, selected = model.spec, PublishedSelections(SHAPE)
     requests = Requests(spec, CONTEXT, BATCH, hot_size, CPU)
-    given = GivenSelection(choose_backend("auto", CPU, spec), spec, BATCH, CPU)
+    given = GivenSelection(choose_backend("auto", CPU, spec), spec, requests)
     network = SparseModel(model.network, spec, given)
     runner = ModelRunner(network, requests.coordinator, BATCH, spec.context_length, record=False)
     requests.restart()
@@ -137,7 +137,7 @@ def test_with_device_memory_enough_requests_become_whole() -> None:
     assert pool.resident_rows == 0
     selected = PublishedSelections(SHAPE)
     warm_up = selected.begin(spec.num_index_layers, BATCH, CPU)
-    given = GivenSelection(choose_backend("auto", CPU, spec), spec, BATCH, CPU)
+    given = GivenSelection(choose_backend("auto", CPU, spec), spec, requests)
     network = SparseModel(model.network, spec, given)
     runner = ModelRunner(network, requests.coordinator, BATCH, spec.context_length, record=False)
     select = partial(_select, selected, requests, given.positions, False)
@@ -147,7 +147,7 @@ def test_with_device_memory_enough_requests_become_whole() -> None:
     requests.close()
 
     with pytest.raises(StartupError, match="3 requests do not fit: "):
-        Requests(spec, CONTEXT, BATCH, 2 * K, CPU, pool_bytes=320 << 10)
+        Requests(spec, CONTEXT, BATCH, 2 * K, CPU, pool_bytes=700 << 10)
 
 
 @pytest.mark.usefixtures("without_device")
@@ -157,7 +157,7 @@ def test_a_step_takes_its_tokens_and_drafts(drafts: int, resident: bool) -> None
     model = model_of(network_config(small_sizes(num_nextn_predict_layers=1)), config, CPU, drafts=drafts > 0)
     spec, selected = model.spec, PublishedSelections(SHAPE)
     requests = Requests(spec, CONTEXT, BATCH, None if resident else 2 * K, CPU, drafts)
-    given = GivenSelection(choose_backend("auto", CPU, spec), spec, BATCH, CPU, 1 + drafts)
+    given = GivenSelection(choose_backend("auto", CPU, spec), spec, requests, 1 + drafts)
     network = SparseModel(model.network, spec, given)
     runner = ModelRunner(
         network, requests.coordinator, BATCH, spec.context_length, record=False, policy=DraftPolicy(drafts)

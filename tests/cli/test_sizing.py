@@ -70,36 +70,41 @@ def test_host_memory(deepseek: NodeSizing, glm: NodeSizing) -> None:
         assert x.held == int(x.host_pool_gib * GIB / RANKS / x.token_bytes / CONTEXT)
 
 
-def device_bytes(x: NodeSizing, layers: int, index_layers: int, running: int) -> int:
-    """The formulas of docs/operations/install.md."""
-    s, g, h = 4112, 16, 4096
-    hot, keys = s * layers * 656, CONTEXT * index_layers * 132
-    tables = 8 * (s // g + CONTEXT // 64 + CONTEXT) + index_layers * (2 * CONTEXT + 5 * h + 4)
-    return running * (hot + keys + tables)
+SLABS = {61: (336, 26 * 64, 39 * 346_368), 78: (128, 37 * 64, 19 * 346_368)}
+"""By number of layers: hot slots, tokens and bytes of a slab, a multiple of 656 and of 64 x 132."""
+
+
+def slabs_and_tables(layers: int, index_layers: int) -> tuple[int, int, int, int]:
+    """By the formulas of docs/operations/install.md: bytes of a slab, slabs of a hot buffer and of a request's index
+    keys, and a request's tables."""
+    (s, t, num_bytes), g, h = SLABS[layers], 16, 4096
+    hot, keys = -(-(h + 1) // s), -(-CONTEXT // t)
+    tables = 8 * (1 + -(-CONTEXT // s) * s // g + keys * t // 64 + CONTEXT) + index_layers * (2 * CONTEXT + 5 * h + 4)
+    return num_bytes, hot, keys, tables
+
+
+def device_bytes(layers: int, index_layers: int, running: int) -> int:
+    slab, hot, keys, tables = slabs_and_tables(layers, index_layers)
+    return running * ((hot + keys) * slab + tables)
 
 
 def test_requests_that_run(deepseek: NodeSizing, glm: NodeSizing) -> None:
     for x, layers, index_layers in ((deepseek, 61, 61), (glm, 78, 21)):
         assert x.pool_bytes == int(0.8 * (139 * GIB - x.model.num_bytes))
-        assert device_bytes(x, layers, index_layers, x.fitting) <= x.pool_bytes
-        assert device_bytes(x, layers, index_layers, x.fitting + 1) > x.pool_bytes
+        assert device_bytes(layers, index_layers, x.fitting) <= x.pool_bytes
+        assert device_bytes(layers, index_layers, x.fitting + 1) > x.pool_bytes
         assert x.running == min(x.held, x.fitting)
         sizes = x.sizes(x.running, x.host_pool_gib / RANKS)
-        assert sizes.num_device_slots == sizes.asked_device_slots, "every request has a full hot buffer"
+        assert sizes.has_all_buffers, "every request has a full hot buffer"
         assert sizes.num_host_slots >= x.running * CONTEXT, "and its KV in host memory"
 
 
 def test_requests_that_are_whole(deepseek: NodeSizing, glm: NodeSizing) -> None:
-    """Two buffers stay free of them; keys and tables are those of all that the node may run."""
-
-    def whole(x: NodeSizing, layers: int, index_layers: int, running: int) -> int:
-        others = device_bytes(x, layers, index_layers, running) - running * 4112 * layers * 656
-        return int((x.pool_bytes - others) // (layers * 656) - 2 * 4112) // CONTEXT
-
+    """Beside them there are slabs for two hot buffers, and for the index keys of the next request."""
     for x, layers, index_layers in ((deepseek, 61, 61), (glm, 78, 21)):
-        assert 0 < x.whole_of(x.running) == whole(x, layers, index_layers, x.running) < x.most_whole < x.running
-        assert whole(x, layers, index_layers, x.most_whole) >= x.most_whole
-        assert whole(x, layers, index_layers, x.most_whole + 1) < x.most_whole + 1
+        slab, hot, keys, tables = slabs_and_tables(layers, index_layers)
+        slabs = (x.pool_bytes - x.running * tables) // slab
+        assert 0 < x.whole == (slabs - 2 * hot - keys) // (-(-CONTEXT // SLABS[layers][0]) + keys) < x.running
         swapping = sum(work.ms(55.0) for work in x.step["swap-in"])
         assert x.whole_step_limit_ms < x.step_limit_ms - swapping
 

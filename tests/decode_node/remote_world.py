@@ -52,7 +52,7 @@ class Clock:
     """The time of the decode node's loop, which passes when the test says so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = time.monotonic()
+        self.now = float(int(time.monotonic()))  # so that sums of seconds are exact
         monkeypatch.setattr("decode_node.remote_prefill.time.monotonic", lambda: self.now)
 
 

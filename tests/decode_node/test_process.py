@@ -67,7 +67,7 @@ def test_pages_of_local_prefill_are_part_of_what_pools_may_take(monkeypatch: pyt
     device_bytes = 8 * CONTEXT_BYTES
     alone = planned(monkeypatch, device_bytes=device_bytes)
     beside = planned(monkeypatch, device_bytes=device_bytes, local_prefill=True)
-    assert beside.num_device_slots < alone.num_device_slots
+    assert beside.num_slabs < alone.num_slabs
     assert beside.device_bytes + CONTEXT_BYTES <= device_bytes
 
 

@@ -85,11 +85,10 @@ def tiers(
         layout=layout,
         max_requests=max_requests,
         max_context=1000,
-        index_page_size=16,
+        index_page_size=1,  # so that a slab is one hot slot, or the index key of one token
         num_host_slots=host_slots,
-        num_device_slots=device_slots,
-        asked_device_slots=device_slots,
-        num_index_pages=400,
+        num_slabs=device_slots + 6400,
+        max_hot_slabs=device_slots,
         has_prefix_cache=has_prefix_cache,
         window=step_window(max_drafts),
     )

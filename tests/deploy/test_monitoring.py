@@ -185,7 +185,7 @@ def test_the_worked_example_is_what_the_sizing_functions_say() -> None:
 def test_the_worked_example_can_be_served() -> None:
     example = Example()
     sizes = example.sizes(example.running, example.pool_gib)
-    assert sizes.num_device_slots == sizes.asked_device_slots, "every request has a full hot buffer"
+    assert sizes.has_all_buffers, "every request has a full hot buffer"
     assert sizes.num_host_slots >= example.running * example.context, "and host memory for its whole context"
     assert example.gpus * sizes.host_bytes <= (example.host_gib - example.reserved_gib) * 2**30
 

@@ -83,7 +83,7 @@ class Example:
         running = 1
         while True:
             sizes = self.sizes(running + 1, pool_gib=self.host_gib - self.reserved_gib)
-            if sizes.num_device_slots < sizes.asked_device_slots:
+            if not sizes.has_all_buffers:
                 return running
             running += 1
 
@@ -96,7 +96,7 @@ def example_block(example: Example) -> str:
     context_bytes = x.context * token
     request_bytes = sizes.device_bytes / x.running
     host, pool, context, request = map(_gib, (sizes.host_bytes, x.pool_bytes, context_bytes, request_bytes))
-    slots = sizes.num_device_slots // x.running
+    slab, hot = sizes.slab, sizes.buffer_slabs
     prefill_tokens = x.pool_bytes // token
     rate = x.prompt_rate * token
     gbit = f"{8 * rate / 1e9:.1f} Gbit/s"
@@ -119,9 +119,9 @@ hisparse-pd decode --device cuda:0 --context-length {x.context} --max-running-re
 | host pools of the machine's {x.gpus} decode processes \
 | of {x.host_gib:,.0f} GiB, {x.reserved_gib:.0f} kept for the rest | {_gib(x.gpus * sizes.host_bytes)} |
 | device memory for pools | {_FRACTION} x ({x.device_gib:.0f} - {x.weights_gib:.0f}) GiB | {pool} |
-| hot buffers | {x.running} x {slots} x {layers} x {item} B | {_gib(sizes.hot_bytes)} |
-| index keys \
-| {sizes.num_index_pages:,} pages x {x.page_size} x {index_layers} x {key} B | {_gib(sizes.index_bytes)} |
+| a slab | {slab.num_bytes:,} B | {slab.slots} slots, or index keys of {slab.page_tokens:,} tokens |
+| hot buffers | {x.running} x {hot} slabs | {_gib(x.running * hot * slab.num_bytes)} |
+| index keys | {sizes.index_slabs:,} slabs | {_gib(sizes.index_slabs * slab.num_bytes)} |
 | tables | {x.running} rows | {_gib(sizes.table_bytes)} |
 | device memory of a running request | hot buffer, index keys, tables | {request} |
 | requests of full length that HBM would run; with all of their KV in HBM \

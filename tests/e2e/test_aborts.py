@@ -27,7 +27,7 @@ def test_aborts_among_exact_answers(start_pair: StartPair, references: Reference
         {"chunked_prefill_size": 128, "context_length": 4096, "max_total_tokens": 4096},
         hisparse_config=config,
         max_running_requests=16,
-        max_device_slots=10 * 129,
+        max_device_slots=10 * 160,
         debug_verify_swap_in=True,
         disable_cuda_graph=disable_cuda_graph,
     )

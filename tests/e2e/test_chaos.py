@@ -142,7 +142,7 @@ def cluster(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[Cluster]:
                 transfer_protocol="auto",
                 hisparse_config=json.dumps(config),
                 max_running_requests=6,
-                max_device_slots=5 * 129,
+                max_device_slots=5 * 160,
                 prefill_retries=4,
                 debug_verify_swap_in=True,
                 **longest,

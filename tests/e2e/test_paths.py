@@ -53,7 +53,7 @@ def test_clients_that_leave_in_local_prefill_leave_nothing(start_cluster: StartC
 def test_requests_that_were_retracted_say_the_same(start_pair: StartPair, references: References, family: str) -> None:
     """Device slots for two full hot buffers, and a dozen short requests that grow beyond what was kept for them."""
     config = json.dumps({"device_buffer_size": 256, "host_pool_gib": 0.02})
-    cluster, _, decode = start_pair(family=family, hisparse_config=config, max_device_slots=2 * 257)
+    cluster, _, decode = start_pair(family=family, hisparse_config=config, max_device_slots=2 * 288)
     batch = random_prompts((10, 20, 30, 40, 50, 60, 12, 22, 32, 42, 52, 500), seed=4)
     assert_exact(cluster, references[family], batch, concurrency=12, new_tokens=110)
 

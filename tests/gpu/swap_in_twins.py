@@ -4,16 +4,15 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from hisparse.cuda_swap_in import CudaSwapIn, CudaSwapInPlan
 from hisparse.device_pool import DeviceKVPool
 from hisparse.residency import Residency
+from hisparse.slabs import SlabLayout
 from hisparse.step import DecodeStep
 from hisparse.swap_in import CpuSwapIn, Span, StepBatch, SwapInBackend
-from kernels.swap_in import hot_granule
-from kvcache.extents import HostSlots, common_runs, expand
+from kvcache.extents import HostSlots, common_runs
 from kvcache.host_pool import HostKVPool
 from kvcache.layout import KVLayout
 
@@ -89,9 +88,9 @@ class Twins:
         fill = torch.Generator().manual_seed(1)
         host.kv.random_(generator=fill)
         host.index_keys.random_(generator=fill)
-        pages = batch * -(-context // 8)
-        num_slots = batch * (hot_size + self.window + hot_granule(hot_size)) + 2 * context
-        device = DeviceKVPool(self.layout, num_slots, pages, 8, batch, context, hot_size, on, self.window)
+        slab = SlabLayout.of(self.layout, 8, hot_size)
+        slabs = batch * (slab.for_slots(hot_size + self.window) + slab.for_pages(context)) + 2 * slab.for_slots(context)
+        device = DeviceKVPool(self.layout, slabs, 8, batch, context, hot_size, on, self.window)
         residency = Residency(self.layout.num_index_layers, batch, context, hot_size, on, self.window)
         slots = []
         for newest in self.newest:
@@ -121,13 +120,13 @@ class Twins:
             if device.is_resident(row):
                 side.residency.reset_range(row, device.make_long(row, newest), newest)
                 continue
-            granules = device.take(device.granules_of(device.max_context))
-            assert granules is not None
-            slots = (expand(granules)[:, None] * device.hot_granule + np.arange(device.hot_granule)).flatten()
+            slabs = device.take(device.slab.for_slots(device.max_context))
+            assert slabs is not None
+            slots = device.slots_of(slabs)
             half = newest // 2
             backend.fill(common_runs(device.host_slot_of[row, :half].cpu().numpy(), slots[:half]))
             backend.catch_up(row, half, slots[half:newest])
-            device.make_resident(row, granules)
+            device.make_resident(row, slabs)
 
     def step(
         self,

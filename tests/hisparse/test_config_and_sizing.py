@@ -17,6 +17,7 @@ from hisparse.tiers import build_tiers, largest_buffer
 from kvcache.layout import KVLayout
 
 LAYOUT = KVLayout(index_layer_of=(0, 1, 1, 2), item_bytes=1152, index_key_bytes=256)
+"""A slab has 32 hot slots, or 3 pages: 192 tokens."""
 
 
 def plan(
@@ -83,20 +84,28 @@ def test_defaults_come_from_the_model() -> None:
 
 def test_with_memory_enough_every_running_request_has_a_full_buffer() -> None:
     sizes = plan(None)
-    assert sizes.num_device_slots == 16 * 514, "513 in granules of 2"
-    assert sizes.num_host_slots == 8 * 16 * 514
-    assert sizes.num_index_pages == -(-sizes.num_host_slots // 64) + 16
+    assert sizes.num_slabs == sizes.asked_slabs == 16 * 17 + sizes.index_slabs, "513 slots in slabs of 32"
+    assert sizes.num_host_slots == 8 * 16 * 17 * 32
+    assert sizes.index_slabs == -(-sizes.num_host_slots // 192) + 16
     assert any("a full buffer for each of 16" in line for line in describe(sizes))
+
+
+def test_index_keys_take_no_more_than_all_running_requests_have() -> None:
+    assert plan('{"host_pool_gib": 100}').index_slabs == 16 * -(-8192 // 192)
 
 
 def test_with_less_device_memory_there_are_as_many_hot_slots_as_fit() -> None:
     full = plan(None)
     available = full.device_bytes * 0.6 / GIB
     sizes = plan(None, device_gib=available)
-    assert 514 <= sizes.num_device_slots < full.num_device_slots
+    hot = sizes.num_slabs - sizes.index_slabs
+    assert 17 <= hot < 16 * 17
     assert sizes.device_bytes <= available * GIB
-    assert sizes.num_host_slots == 8 * sizes.num_device_slots
-    assert any("what fits, of 8224" in line for line in describe(sizes))
+    assert sizes.num_host_slots == 8 * hot * 32
+    assert not sizes.has_all_buffers
+    assert any(
+        f"buffers for {hot // 17} of 16 running requests, which is what fits" in line for line in describe(sizes)
+    )
 
 
 def test_the_host_pool_can_be_given_in_gib() -> None:
@@ -109,7 +118,7 @@ def test_the_host_pool_can_be_given_in_gib() -> None:
     [
         ('{"host_pool_gib": 8}', {"host_gib": 4}, "the host pool needs 8.00 GiB, available are 4.00 GiB"),
         (None, {"device_gib": 0.001}, "available are 1.02 MiB: lower device_buffer_size"),
-        ('{"host_to_device_ratio": 0.5}', {}, "holds 4112 tokens, fewer than one request of context-length 8192"),
+        ('{"host_to_device_ratio": 0.5}', {}, "holds 4352 tokens, fewer than one request of context-length 8192"),
         (None, {"context": 0}, "context-length (0)"),
         (None, {"max_device_slots": 512}, "max-device-slots 512 is fewer than one hot buffer of 512"),
     ],
@@ -141,21 +150,20 @@ def test_buffers_are_the_largest_that_all_requests_can_have(
     most = min(2048, context)
     assert least.config.device_buffer_size == 512 <= size <= max(512, most)
     assert sizes.device_bytes <= gib * GIB
-    assert sizes.num_device_slots <= (max_slots or sizes.num_device_slots)
-    assert (sizes.num_host_slots, sizes.num_index_pages) == (least.num_host_slots, least.num_index_pages)
-    if size == 512:
-        assert sizes.asked_device_slots == least.asked_device_slots
-    else:
-        assert sizes.num_device_slots >= running * sizes.slots_per_request >= running * min(size + window, context)
-    could_grow = size + 64 <= most and running * (size + 64 + window + 8) <= (max_slots or math.inf)
+    assert sizes.num_host_slots == least.num_host_slots
+    if size > 512:
+        assert sizes.has_all_buffers
+        assert sizes.asked_hot_slabs == running * sizes.buffer_slabs
+        assert (size + window) % sizes.slab.slots == 0, "no slot of a buffer's slabs is left out"
+    could_grow = size + 128 <= most and running * (sizes.buffer_slabs + 4) * 32 <= (max_slots or math.inf)
     if sizes.whole_requests < running and could_grow:
-        given_size = pool + f', "device_buffer_size": {size + 64}}}'
+        given_size = pool + f', "device_buffer_size": {size + 128}}}'
         larger = plan(given_size, **options)
-        assert larger.num_device_slots < running * larger.slots_per_request, "one step more does not fit"
+        assert not larger.has_all_buffers or larger.asked_hot_slabs < running * larger.buffer_slabs, "it does not fit"
 
 
 def test_a_buffer_that_is_given_stays_as_it_is() -> None:
-    assert plan(None, device_gib=0.5, fill_memory=True).config.device_buffer_size == 2048
+    assert plan(None, device_gib=0.5, fill_memory=True).config.device_buffer_size == 63 * 32 - 1
     assert plan('{"device_buffer_size": 512}', device_gib=0.5, fill_memory=True).config.device_buffer_size == 512
 
 
@@ -170,8 +178,7 @@ def test_the_pools_are_as_big_as_planned(window: int) -> None:
     coordinator = build_tiers(sizes, torch.device("cpu"))
     host, device = coordinator.host, coordinator.device
     assert host.kv.nbytes + host.index_keys.nbytes == sizes.host_bytes
-    assert device.kv.nbytes == sizes.hot_bytes
-    assert device.index_keys.nbytes == sizes.index_bytes
+    assert device.memory.nbytes == sizes.slab_bytes
     residency = coordinator._residency
     tables = [device.hot_granules, device.identity, device.page_table, device.host_slot_of]
     tables += [residency.position_at, residency.hot_of, residency.referenced, residency.hand]
@@ -185,7 +192,8 @@ def test_one_request_of_the_whole_context_fits_the_slots_that_it_is_given(contex
     """With a window of 6 and a buffer of 512, it is always short up to 507 tokens."""
     sizes = plan('{"host_pool_gib": 1}', context=context, window=6)
     coordinator = build_tiers(sizes, torch.device("cpu"))
-    assert sizes.num_device_slots == 16 * coordinator.device.slots_for(context)
+    assert coordinator.device.allocate_row(context) is not None
+    assert sizes.asked_hot_slabs * sizes.slab.slots == 16 * coordinator.device.used_slots
     coordinator.close()
 
 
@@ -202,14 +210,17 @@ def test_a_gpu_without_what_compiles_kernels_is_refused(monkeypatch: pytest.Monk
 
 def test_device_slots_can_be_limited() -> None:
     sizes = plan('{"host_pool_gib": 1}', max_device_slots=2000)
-    assert sizes.num_device_slots == 2000
-    assert any("max-device-slots" in line for line in describe(sizes))
+    assert sizes.max_hot_slabs == 62
+    assert sizes.num_slabs == 62 + sizes.index_slabs
+    assert any("max-device-slots: buffers for 3 of 16" in line for line in describe(sizes))
 
 
-@pytest.mark.parametrize(("slots", "whole"), [(1513, 0), (1514, 1), (2513, 1), (2514, 2)])
-def test_as_many_requests_become_resident_as_sizing_says(slots: int, whole: int) -> None:
-    """Of 1,000 tokens, beside two buffers of 257."""
-    sizes = plan('{"device_buffer_size": 256, "host_pool_gib": 0.05}', top_k=64, context=1000, max_device_slots=slots)
+@pytest.mark.parametrize(("slabs", "whole"), [(49, 0), (50, 1), (81, 1), (82, 2)])
+def test_as_many_requests_become_resident_as_sizing_says(slabs: int, whole: int) -> None:
+    """Of 1,000 tokens, which take 32 slabs, in addition to two buffers of 9."""
+    sizes = plan(
+        '{"device_buffer_size": 256, "host_pool_gib": 0.05}', top_k=64, context=1000, max_device_slots=slabs * 32
+    )
     assert sizes.whole_requests == whole
     coordinator = build_tiers(sizes, torch.device("cpu"))
     resident = []

@@ -45,7 +45,7 @@ def test_a_long_request_starts_empty_and_fills_by_misses() -> None:
 
 
 def test_a_short_request_owns_only_what_it_needs() -> None:
-    with tiers(num_device_slots=HOT + 1 + 2) as t:
+    with tiers(num_device_slots=8 + 2) as t:
         assert t.admit("long", seed=1, num_tokens=20)
         assert t.admit("short", seed=2, num_tokens=2)
         assert t.device.free_slots == 0
@@ -53,7 +53,7 @@ def test_a_short_request_owns_only_what_it_needs() -> None:
 
 
 def test_a_refused_admission_holds_nothing() -> None:
-    for full in ({"num_device_slots": 4}, {"num_index_pages": 1}, {"max_requests": 0}):
+    for full in ({"num_device_slots": 4}, {"num_device_slots": 8, "num_index_pages": 3}, {"max_requests": 0}):
         with tiers(**full) as t:
             slots = t.host_prompt(1, 20)
             assert slots is not None
@@ -64,12 +64,12 @@ def test_a_refused_admission_holds_nothing() -> None:
 
 
 def test_full_pools_say_which_tier_is_short_and_take_nothing() -> None:
-    with tiers(num_host_slots=9, num_index_pages=4) as t:
+    with tiers(num_host_slots=9, num_device_slots=10, num_index_pages=5) as t:
         assert t.admit("a", seed=1, num_tokens=4)
         assert t.admit("b", seed=2, num_tokens=4)
         assert t.coordinator.append_tokens(["a", "b"]) == {"b": Tier.HOST}
         assert t.coordinator.append_tokens(["a"]) == {}, "idempotent: the room is there"
-        assert t.device._pages.allocator.free == 1
+        assert t.device._slabs.free == 10 - 4 - 3
         with pytest.raises(StepError, match="request b has no room for token 4"):
             t.coordinator.begin_step(["a", "b"])
         t.coordinator.request_finished("a")
@@ -212,13 +212,12 @@ def violate_and_count(on: str = "cpu") -> None:
         # Of the three positions that miss, the second has no host slot, and the third takes a place without a slot.
         t.device.host_slot_of[row, 4] = -1
         t.device.hot_granules[row, 2] = -1
-        before = t.device.kv.clone()
+        expected = t.device.memory.clone()
         slots = swap_in(3, 4, 5, 21)
         assert [slot >= 0 for slot in slots] == [True, True, False, False]
-        expected = before.clone()
         for layer in (1, 2, 3):
-            expected[layer, slots[0]] = items([item(1, layer, 3)])[0]
-        assert torch.equal(t.device.kv, expected), "nothing but position 3 was copied"
+            t.device.slab.items(expected)[layer, slots[0]] = items([item(1, layer, 3)])[0]
+        assert torch.equal(t.device.memory, expected), "nothing but position 3 was copied"
         assert t.coordinator.counters() == SwapInCounters(0, 3, 3 * 3 * LAYOUT.item_bytes, violations=3)
 
         t.coordinator.check_integrity()
@@ -304,7 +303,7 @@ def test_after_any_walk_every_pool_is_exactly_as_full_as_at_start(seed: int) -> 
 
 def walk_and_leave_nothing(seed: int, turns: int, on: str = "cpu") -> None:
     rng = random.Random(seed)
-    sizes = {"num_device_slots": 30, "num_index_pages": 24, "max_requests": 5}
+    sizes = {"num_device_slots": 30, "num_index_pages": 32, "max_requests": 5}
     with tiers(num_host_slots=rng.choice([90, 200]), **sizes, on=on) as t:
         walk = Walk(t, rng)
         for _ in range(turns):
@@ -326,4 +325,4 @@ def walk_and_leave_nothing(seed: int, turns: int, on: str = "cpu") -> None:
             walk.finish(request_id)
         walk.drop_retracted()
         assert t.coordinator.is_idle()
-        assert (t.host.free, t.device.free_slots, t.device._pages.allocator.free) == (t.host.num_slots, 30, 24)
+        assert (t.host.free, t.device.usage) == (t.host.num_slots, 0)

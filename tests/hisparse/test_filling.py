@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hisparse import device_pool, filling, resident_rows
+from hisparse import filling, resident_rows
 from hisparse.device_pool import DeviceKVPool
 from hisparse.filling import FillEnd, RowFiller
 from tests.hisparse.test_coordinator import Walk
@@ -24,7 +24,6 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filling, "_PART_BYTES", PART * LAYOUT.num_layers * LAYOUT.item_bytes)
     monkeypatch.setattr(filling, "_CATCH_UP", 2)
     monkeypatch.setattr(filling, "_LEAST_SLACK", 12)
-    monkeypatch.setattr(device_pool, "_GROWTH", 2)
     monkeypatch.setattr(resident_rows, "_CALM_STEPS", CALM)
 
 
@@ -113,7 +112,7 @@ def test_a_short_row_stays_resident_as_it_grows() -> None:
 
 
 def test_the_longest_resident_row_gives_way_to_an_admission() -> None:
-    with held_tiers(num_device_slots=2 * CONTEXT + HOT) as (t, stream):
+    with held_tiers(num_device_slots=2 * CONTEXT + 6) as (t, stream):
         for name, num_tokens in (("a", 18), ("b", 24)):
             assert t.admit(name, seed=num_tokens, num_tokens=num_tokens)
             fill(t, stream)
@@ -142,7 +141,7 @@ def test_a_row_that_gave_slots_back_keeps_its_newest_items() -> None:
 
 
 def test_a_resident_row_without_room_to_grow_becomes_a_long_one() -> None:
-    with tiers(resident_rows=True, num_device_slots=HOT + 3) as t:
+    with tiers(resident_rows=True, num_device_slots=HOT + 4) as t:
         assert t.admit("r", seed=1, num_tokens=3)
         rng = random.Random(0)
         while t.tokens["r"] < CONTEXT:
@@ -169,7 +168,7 @@ def test_after_a_row_outgrew_its_fill_none_begins_for_a_while(monkeypatch: pytes
         assert t.admit("r", seed=1, num_tokens=14)
         rng = random.Random(0)
         t.coordinator.fill_rows()
-        for _ in range(t.device.hot_granule + 1):
+        for _ in range(t.device.slab.slots + 1):
             t.step(["r"], rng)
         assert t.coordinator.residents.filler.row == t.coordinator.row("r"), "its first part is being copied"
         stream.run()
@@ -212,7 +211,7 @@ def test_slots_of_a_fill_are_free_only_after_its_copy(why: str, end: FillEnd) ->
         assert t.coordinator.residents.filler.ends == {end: 1}
         t.coordinator.check_integrity()
         assert t.coordinator.residents.filler.row is None
-        of_row = HOT + 1 if why == "short of slots" else 0
+        of_row = HOT + 2 if why == "short of slots" else 0
         assert t.device.used_slots == of_row + taken
         stream.run()
         t.coordinator.residents.filler.poll()

@@ -8,9 +8,10 @@ import torch
 
 from hisparse.device_pool import DeviceKVPool
 from hisparse.residency import Residency
+from hisparse.slabs import SlabLayout
 from hisparse.step import DecodeStep, SwapInMismatchError
 from hisparse.swap_in import CpuSwapIn, Span
-from kvcache.extents import HostSlots, common_runs, expand
+from kvcache.extents import HostSlots, common_runs
 from kvcache.format import DenseFormat
 from kvcache.host_pool import HostKVPool
 from kvcache.layout import KVLayout
@@ -18,7 +19,7 @@ from kvcache.layout import KVLayout
 FORMAT = DenseFormat(torch.float32, item_dim=4, index_dim=4)
 LAYOUT = KVLayout((0, 1, 1, 2), FORMAT.item_bytes, FORMAT.index_key_bytes)
 MAIN, DRAFT = range(3), range(3, 4)
-TOP_K, CONTEXT, PAGE, ROWS = 4, 60, 4, 4
+TOP_K, CONTEXT, ROWS = 4, 60, 4
 ACCEPTED = 0
 """The tag of what a token's KV is in the end; what was drafted and rejected has the number of its step."""
 
@@ -31,14 +32,16 @@ class Node:
     drafts: int
     hot_size: int
     rng: random.Random
+    page: int = 4
+    """Tokens. A slab has three hot slots for each four."""
 
     def __post_init__(self) -> None:
         self.window = max(1, 2 * self.drafts)
         cpu = torch.device("cpu")
         self.host = HostKVPool(LAYOUT, ROWS * CONTEXT, pin=False)
-        slots = ROWS * (self.hot_size + self.window + CONTEXT)
-        pages = ROWS * -(-CONTEXT // PAGE)
-        self.device = DeviceKVPool(LAYOUT, slots, pages, PAGE, ROWS, CONTEXT, self.hot_size, cpu, self.window)
+        slab = SlabLayout.of(LAYOUT, self.page, self.hot_size)
+        slabs = slab.for_slots(self.hot_size + self.window) + slab.for_slots(CONTEXT) + slab.for_pages(CONTEXT)
+        self.device = DeviceKVPool(LAYOUT, ROWS * slabs, self.page, ROWS, CONTEXT, self.hot_size, cpu, self.window)
         self.residency = Residency(LAYOUT.num_index_layers, ROWS, CONTEXT, self.hot_size, cpu, self.window)
         self.backend = CpuSwapIn(self.host, self.device, self.residency)
         self.newest = [0] * ROWS
@@ -82,13 +85,13 @@ class Node:
             if newest > self.hot_size:
                 self.residency.reset_range(row, device.make_long(row, newest), newest)
         elif newest:
-            granules = device.take(device.granules_of(newest))
-            assert granules is not None
-            slots = expand(granules) * device.hot_granule
+            slabs = device.take(device.slab.for_slots(newest))
+            assert slabs is not None
+            slots = device.slots_of(slabs)
             half = newest // 2
             self.backend.fill(common_runs(self.host_slots[row].slots()[:half], slots[:half]))
             self.backend.catch_up(row, half, slots[half:newest])
-            device.make_resident(row, granules)
+            device.make_resident(row, slabs)
 
     def step(self) -> None:
         """Verify, accept, draft and back up, for some of the rows and padding."""
@@ -221,12 +224,12 @@ class Node:
             assert FORMAT.index_keys(self.host.index_keys[layer][at]).tolist() == expected
 
 
-@pytest.mark.parametrize("hot_size", [4, 6, 13])
+@pytest.mark.parametrize(("hot_size", "page"), [(4, 4), (6, 4), (6, 16), (13, 4)])
 @pytest.mark.parametrize("drafts", [0, 1, 2, 3])
-def test_whatever_is_accepted_queries_read_right_bytes(drafts: int, hot_size: int) -> None:
+def test_whatever_is_accepted_queries_read_right_bytes(drafts: int, hot_size: int, page: int) -> None:
     cut = 0
     for seed in range(2):
-        node = Node(drafts, hot_size, random.Random(seed))
+        node = Node(drafts, hot_size, random.Random(seed), page)
         while min(node.newest) < CONTEXT:
             node.step()
             node.device.check_integrity()

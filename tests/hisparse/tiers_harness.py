@@ -24,7 +24,8 @@ FORMAT = DenseFormat(torch.float32, item_dim=3, index_dim=2)
 LAYOUT = KVLayout((0, 1, 1, 1, 2), FORMAT.item_bytes, FORMAT.index_key_bytes)
 TOP_K = 4
 HOT = 6
-PAGE = 4
+PAGE = 5
+"""A slab has two hot slots, or one page."""
 CONTEXT = 40
 
 
@@ -215,9 +216,8 @@ def tiers(
         max_context=CONTEXT,
         index_page_size=PAGE,
         num_host_slots=num_host_slots,
-        num_device_slots=num_device_slots,
-        asked_device_slots=num_device_slots,
-        num_index_pages=num_index_pages,
+        num_slabs=num_device_slots // 2 + num_index_pages,
+        max_hot_slabs=num_device_slots // 2,
         window=window,
     )
     coordinator = build_tiers(sizes, torch.device(on), verify)
