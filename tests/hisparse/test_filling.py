@@ -253,8 +253,9 @@ def test_rows_that_grow_and_shrink_read_right_bytes_and_leave_nothing(
 
         monkeypatch.setattr(DeviceKVPool, name, counting)
     rng = random.Random(seed)
-    num_slots = rng.choice([90, 130])
-    with held_tiers(num_device_slots=num_slots, num_host_slots=260, num_index_pages=70) as (t, stream):
+    sizes = {"num_host_slots": 260, "num_index_pages": rng.choice([0, 70])}
+    sizes |= {"num_device_slots": rng.choice([90, 130]), "shares_slabs": not sizes["num_index_pages"]}
+    with held_tiers(**sizes) as (t, stream):
         walk = Walk(t, rng)
         for _ in range(300):
             walk.resume()
@@ -278,7 +279,7 @@ def test_rows_that_grow_and_shrink_read_right_bytes_and_leave_nothing(
         stream.run()
         assert t.coordinator.counters().violations == 0
         assert t.coordinator.is_idle()
-        assert t.device.free_slots == num_slots
+        assert t.device.usage == 0
     assert seen["make_resident"] > 10
     assert seen["make_long"] > 0
-    assert seen["drop"] > 2
+    assert seen["drop"] > 0

@@ -22,14 +22,7 @@ def bytes_of(view: torch.Tensor, numbers: list[int]) -> list[set[int]]:
     ]
 
 
-@given(
-    st.integers(1, 7),
-    st.integers(1, 7),
-    st.integers(1, 30),
-    st.integers(1, 9),
-    st.integers(1, 5),
-    st.sampled_from([1, 2, 4]),
-)
+@given(*(st.integers(1, most) for most in (7, 7, 30, 9, 5)), st.sampled_from([1, 2, 4]))
 def test_slots_and_pages_of_a_slab_take_its_bytes_alone(
     layers: int, index_layers: int, item_bytes: int, key_bytes: int, page_size: int, granule: int
 ) -> None:

@@ -203,7 +203,9 @@ def tiers(
     verify: bool = True,
     resident_rows: bool = False,
     window: int = 1,
+    shares_slabs: bool = False,
 ) -> Iterator[Tiers]:
+    """shares_slabs: whether those of index pages may become hot slots, too."""
     sizes = Sizes(
         config=HiSparseConfig(
             device_buffer_size=HOT,
@@ -217,7 +219,7 @@ def tiers(
         index_page_size=PAGE,
         num_host_slots=num_host_slots,
         num_slabs=num_device_slots // 2 + num_index_pages,
-        max_hot_slabs=num_device_slots // 2,
+        max_hot_slabs=None if shares_slabs else num_device_slots // 2,
         window=window,
     )
     coordinator = build_tiers(sizes, torch.device(on), verify)
