@@ -29,8 +29,8 @@ LENGTHS = (2, 9, 20, 35, 50, 64, 90, 127, 191, 193, 220, 260, 300, 340, 380, 420
 MOST_TOKENS = 160
 CONTEXT = 640
 HOT = 192
-DEVICE_SLOTS = 5 * 224
-"""Of five hot buffers, in slabs of 32. More short requests are admitted; one or two long ones are resident."""
+DEVICE_SLOTS = 7 * 128
+"""Slabs of 128, of which a hot buffer takes two. Four short requests are admitted, or a long one is resident."""
 HOST_SLOTS = 2500
 SLOT_BYTES = 4 * 7 * (64 + 32 + 64)
 """Items and index keys of six layers and the draft layer in float32."""
