@@ -150,8 +150,13 @@ def test_buffers_are_the_largest_that_all_requests_can_have(
     most = min(2048, context)
     assert least.config.device_buffer_size == 512 <= size <= max(512, most)
     assert sizes.device_bytes <= gib * GIB
-    assert sizes.num_host_slots == least.num_host_slots
-    if size > 512:
+    assert sizes.max_hot_slabs is None or sizes.max_hot_slabs * sizes.slab.slots <= (max_slots or 0)
+    assert sizes.num_slabs <= sizes.index_slabs + (sizes.max_hot_slabs or sizes.num_slabs)
+    assert (sizes.num_host_slots, sizes.index_slabs) == (least.num_host_slots, least.index_slabs)
+    assert sizes.buffer_slabs * sizes.slab.slots >= min(size + window, context)
+    if size == 512:
+        assert sizes.asked_slabs == least.asked_slabs
+    else:
         assert sizes.has_all_buffers
         assert sizes.asked_hot_slabs == running * sizes.buffer_slabs
         assert (size + window) % sizes.slab.slots == 0, "no slot of a buffer's slabs is left out"

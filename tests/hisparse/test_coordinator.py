@@ -325,4 +325,4 @@ def walk_and_leave_nothing(seed: int, turns: int, on: str = "cpu") -> None:
             walk.finish(request_id)
         walk.drop_retracted()
         assert t.coordinator.is_idle()
-        assert (t.host.free, t.device.usage) == (t.host.num_slots, 0)
+        assert (t.host.free, t.device._slabs.used) == (t.host.num_slots, 0)

@@ -67,7 +67,7 @@ def test_slabs_of_pages_become_hot_slots_and_slots_become_pages() -> None:
     device.check_integrity()
     for row in (first, second):
         device.free_row(row)
-    assert device.usage == 0
+    assert device._slabs.used == 0
 
 
 def test_no_more_slabs_become_hot_slots_than_may() -> None:

@@ -203,9 +203,8 @@ def tiers(
     verify: bool = True,
     resident_rows: bool = False,
     window: int = 1,
-    shares_slabs: bool = False,
+    shares_slabs: bool = False,  # whether those of index pages may become hot slots, too
 ) -> Iterator[Tiers]:
-    """shares_slabs: whether those of index pages may become hot slots, too."""
     sizes = Sizes(
         config=HiSparseConfig(
             device_buffer_size=HOT,
