@@ -1,5 +1,10 @@
-"""Copies from the device that do not wait, and a check whether the device still works."""
+"""A device's streams, copies to and from it that do not wait, and a check whether it still works."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy.typing as npt
 import torch
 
 from base.errors import ProcessFailed
@@ -22,6 +27,42 @@ def check_device(device: torch.device) -> None:
     except Exception as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise DeviceFailed(f"{device} cannot be used any more: {first_line}") from error
+
+
+class SideStream:
+    """A stream for work that may run at the same time as what is queued on the current stream. On a CPU there is none:
+    work runs in the order of the calls.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        """Queue what is called inside here, after what the current stream was given before.
+
+        The caller holds the tensors that are read until `join`. Memory of tensors made here is only used again by a
+        later fork, which begins after all that uses them.
+        """
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Have the current stream wait for what was queued here."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
+def upload(values: Sequence[int] | npt.NDArray[Any], into: torch.Tensor) -> torch.Tensor:
+    """Copy values to a tensor on a device, in the order of its work, without waiting. Returns the tensor."""
+    tensor = torch.as_tensor(values)
+    if into.is_cuda:  # a copy from memory that is not pinned waits until the device has come to it
+        tensor = tensor.pin_memory()
+    return into.copy_(tensor, non_blocking=True)
 
 
 class Download:

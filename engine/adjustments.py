@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from base.device import upload
 from control.messages import Sampling
-from hisparse.slabs import upload
 
 _NEVER = float("-inf")
 _TokenIds = npt.NDArray[np.int64]

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import structlog
 import torch
 
-from base.device import Download, check_device
+from base.device import Download, check_device, upload
 from control.messages import Sampling, Token
 from engine.adjustments import Ban, LogitAdjustments
 from engine.draft_policy import DraftPolicy, StepSize
@@ -17,7 +17,6 @@ from engine.graphs import StepGraphs
 from engine.passes import StepPasses
 from engine.sampling import NoToken, SamplingNeeds, draw, settings_of, tokens_of
 from hisparse.coordinator import HiSparseCoordinator, StepPlaces
-from hisparse.slabs import upload
 from model.sparse_model import SparseModel
 
 log = structlog.get_logger(__name__)

@@ -4,7 +4,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hisparse.slabs import OwnedSlabs, SlabLayout, check_owners, upload
+from base.device import upload
+from hisparse.slabs import OwnedSlabs, SlabLayout, check_owners
 from kvcache.extents import Extent, SlotAccountingError, SlotAllocator
 from kvcache.layout import KVLayout
 

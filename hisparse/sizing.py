@@ -8,6 +8,7 @@ from base.errors import StartupError
 from base.memory import human
 from hisparse.config import MAX_DEVICE_BUFFER_SIZE, HiSparseConfig
 from hisparse.slabs import SlabLayout
+from kernels.specialization import VECTOR_BYTES
 from kvcache.block_cache import BLOCK_BYTES
 from kvcache.layout import KVLayout
 
@@ -219,7 +220,8 @@ def plan_sizes(
 
 
 def _with_larger_buffers(sizes: Sizes, available_device_bytes: int, largest: int) -> Sizes:
-    """With the largest hot buffers that all requests can have at once, in whole slabs.
+    """With the largest hot buffers that all requests can have at once, in whole slabs, less what is no multiple of 16:
+    the kernel reads a row's tables by 16 bytes where it can.
 
     Slots that double a buffer save several times as many misses as they would in one row that is whole
     (docs/benchmarks.md, "Eviction").
@@ -228,7 +230,8 @@ def _with_larger_buffers(sizes: Sizes, available_device_bytes: int, largest: int
     most = min(largest, MAX_DEVICE_BUFFER_SIZE, sizes.max_context)
     counts = range(sizes.buffer_slabs, (most + sizes.window) // slots + 1, max(1, config.top_k // 4 // slots))
     for slabs in reversed(counts):
-        larger = replace(sizes, config=replace(config, device_buffer_size=slabs * slots - sizes.window))
+        buffer = (slabs * slots - sizes.window) // VECTOR_BYTES * VECTOR_BYTES
+        larger = replace(sizes, config=replace(config, device_buffer_size=max(config.device_buffer_size, buffer)))
         larger = replace(larger, num_slabs=larger.asked_slabs)
         has_all = larger.asked_hot_slabs == larger.max_requests * larger.buffer_slabs
         if has_all and larger.device_bytes <= available_device_bytes:

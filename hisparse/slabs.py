@@ -6,24 +6,15 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import count
 from math import lcm
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from base.device import upload
 from kernels.swap_in import hot_granule
 from kvcache.extents import Extent, HostSlots, SlotAccountingError, SlotAllocator, expand
 from kvcache.layout import KVLayout
-
-
-def upload(values: Sequence[int] | npt.NDArray[Any], into: torch.Tensor) -> torch.Tensor:
-    """Copy values to a tensor on a device, in the order of its work, without waiting. Returns the tensor."""
-    tensor = torch.as_tensor(values)
-    if into.is_cuda:  # a copy from memory that is not pinned waits until the device has come to it
-        tensor = tensor.pin_memory()
-    return into.copy_(tensor, non_blocking=True)
-
 
 _WASTED = 100
 """A slab leaves at most one of so many bytes unused."""

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from base.device import upload
 from hisparse.device_pool import DeviceKVPool
 from hisparse.residency import Residency
-from hisparse.slabs import upload
 from kvcache.host_pool import HostKVPool
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.operands import IndexQueries, LayerNorm, RmsNorm, Rope
+from kernels.operands import Activations, IndexQueries, LayerNorm, RmsNorm, Rope
 from kernels.ops import ops_for
 from model.config import NetworkConfig
 from model.weights import Linear, Weights
@@ -67,11 +67,13 @@ class LatentAttention:
 class Indexer:
     """The projections of one layer's indexer.
 
-    head_weights: [index_heads, hidden_size], which loading does not round (Weights.unrounded). interleaved: the rotary
-    layout of GLM; DeepSeek-V3.2's is half-split.
+    query: of normed latents of queries, to [N, index_heads * index_dim]. head_weights: [index_heads, hidden_size],
+    which loading does not round (Weights.unrounded). interleaved: the rotary layout of GLM; DeepSeek-V3.2's is
+    half-split.
     """
 
     key_norm: LayerNorm
+    query: Linear
     head_weights: torch.Tensor
     interleaved: bool
 
@@ -85,19 +87,15 @@ class Indexer:
         )
         return cls(
             key_norm=key_norm,
+            query=weights.linear({f"{name}.wq_b": config.index_heads * config.index_dim}, config.query_rank),
             head_weights=weights.unrounded(f"{name}.weights_proj.weight", (config.index_heads, config.hidden_size)),
             interleaved=config.index_interleaved,
         )
 
-    @property
-    def query_rows(self) -> int:
-        """index_heads * index_dim."""
-        return len(self.head_weights) * self.key_norm.weight.numel()
-
-    def queries(self, hidden: torch.Tensor, projected: torch.Tensor, rope: Rope) -> IndexQueries:
-        """Queries, of what `wq_b` makes [N, index_heads * index_dim], and head weights, of normed hidden states."""
+    def queries(self, hidden: torch.Tensor, latents: Activations, rope: Rope) -> IndexQueries:
+        """Queries, of normed latents, and head weights, of normed hidden states."""
         heads, ops = len(self.head_weights), ops_for(hidden)
         weights = ops.float32_product(hidden, self.head_weights, heads**-0.5)
-        rotated, rest = projected.view(len(projected), heads, -1).tensor_split((rope.dim,), dim=-1)
+        rotated, rest = self.query(latents).view(len(hidden), heads, -1).tensor_split((rope.dim,), dim=-1)
         queries = ops.rotate(rotated, rest, rope, interleaved=self.interleaved, beside_first=False)
         return IndexQueries(queries, weights)

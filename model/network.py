@@ -19,8 +19,7 @@ from model.weights import Linear, Weights
 class Layer:
     """A decoder layer.
 
-    down: the products of its normed input, one after the other: see `_down_parts`. query_b: queries of normed latents,
-    those of the heads before those of the indexer.
+    down: the products of its normed input, one after the other: see `_down_parts`. query_b: queries of normed latents.
     """
 
     input_norm: RmsNorm
@@ -40,7 +39,9 @@ class Layer:
         return cls(
             input_norm=RmsNorm(weights.tensor(f"{name}.input_layernorm.weight", (hidden_size,)), config.norm_eps),
             down=weights.linear(_down_parts(attention, config, kind), hidden_size),
-            query_b=weights.linear(_query_parts(attention, config, kind), config.query_rank),
+            query_b=weights.linear(
+                {f"{attention}.q_b_proj": config.heads * (config.nope_dim + config.rope_dim)}, config.query_rank
+            ),
             attention=LatentAttention.load(weights, attention, config),
             indexer=Indexer.load(weights, f"{attention}.indexer", config) if kind.indexer else None,
             mlp_norm=RmsNorm(
@@ -61,14 +62,9 @@ class Layer:
         compressed_at = self.down.weight.shape[0] - latent_dim - rope.dim
         return self.down(normed).tensor_split((query_rank, compressed_at), dim=-1)
 
-    def project_queries(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of latents [N, query_rank], before their norm: queries [N, heads * head_dim] and those of the indexer [N,
-        index_heads * index_dim], of no width where the layer has none."""
-        _, normed = ops_for(latents).add_rms_norm(latents, None, self.attention.query_norm, self.query_b.fp8)
-        index_rows = self.indexer.query_rows if self.indexer else 0
-        products = self.query_b(normed)
-        queries, index_queries = products.tensor_split((products.shape[1] - index_rows,), dim=-1)
-        return queries, index_queries
+    def norm_query_latents(self, latents: torch.Tensor) -> Activations:
+        """What `query_b` and the indexer make queries of, of latents [N, query_rank]."""
+        return ops_for(latents).add_rms_norm(latents, None, self.attention.query_norm, self.query_b.fp8)[1]
 
 
 @dataclass(frozen=True)
@@ -152,9 +148,3 @@ def _down_parts(name: str, config: NetworkConfig, kind: LayerKind) -> dict[str, 
         **index,
         f"{name}.kv_a_proj_with_mqa": config.latent_dim + config.rope_dim,
     }
-
-
-def _query_parts(name: str, config: NetworkConfig, kind: LayerKind) -> dict[str, int]:
-    """Projections of the latents of queries."""
-    index = {f"{name}.indexer.wq_b": config.index_heads * config.index_dim} if kind.indexer else {}
-    return {f"{name}.q_b_proj": config.heads * (config.nope_dim + config.rope_dim), **index}

@@ -10,11 +10,13 @@ maps positions to rows, a decode cache swaps positions in and returns their rows
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, Self
 
 import torch
 
+from base.device import SideStream
 from kernels.attention import AttentionBackend
 from kernels.operands import IndexQueries, PagedKeys
 from model.config import ModelSpec
@@ -108,10 +110,16 @@ class DecodePass:
     """New tokens of the requests of a batch."""
 
     def __init__(
-        self, cache: DecodeCache, spec: ModelSpec, backend: AttentionBackend, selected: torch.Tensor | None = None
+        self,
+        cache: DecodeCache,
+        spec: ModelSpec,
+        backend: AttentionBackend,
+        side: SideStream,
+        selected: torch.Tensor | None = None,
     ) -> None:
         """selected: the positions that a first layer without index queries attends to."""
         self._cache = cache
+        self._side = side
         self._spec = spec
         self._backend = backend
         self.selected = selected
@@ -125,18 +133,23 @@ class DecodePass:
         """Keep the new tokens' index keys, uint8 [N, index_key_bytes]."""
         self._cache.append_index_keys(self._spec.index_layer_of[layer], keys)
 
-    def attend(self, layer: int, queries: torch.Tensor, index: IndexQueries | None, scaling: float) -> torch.Tensor:
-        """Select and attend: queries [N, heads, item_dim] to attended latents [N, heads, latent_dim].
+    def beside_selection(self) -> AbstractContextManager[None]:
+        """A device computes what is called inside at the same time as the next `select`, for the `attend` after it."""
+        return self._side.fork()
 
-        index: None where the layer has no indexer.
-        """
+    def select(self, layer: int, index: IndexQueries | None) -> None:
+        """Select the positions to attend to, and have them in the pool. index: None where the layer has no indexer."""
         if index is not None:
             pages = self._cache.index_pages(self._spec.index_layer_of[layer])
             self.selected = self._backend.select_for_decode(index, pages, self._spec.index_topk)
         assert self.selected is not None, "the first layer has an indexer"
         # Also where the positions are shared: each layer has items of its own to fetch.
-        rows = self._cache.swap_in(layer, self.selected)
-        return self._backend.attend_rows(queries, self._cache.kv(layer), rows, scaling, self._spec.latent_dim)
+        self._rows = self._cache.swap_in(layer, self.selected)
+
+    def attend(self, layer: int, queries: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Attend to what was selected: queries [N, heads, item_dim] to attended latents [N, heads, latent_dim]."""
+        self._side.join()
+        return self._backend.attend_rows(queries, self._cache.kv(layer), self._rows, scaling, self._spec.latent_dim)
 
 
 class PrefillPass:
@@ -158,11 +171,17 @@ class PrefillPass:
         for request, tokens in self._requests:
             request.store_index_keys(layer, keys[tokens])
 
-    def attend(self, layer: int, queries: torch.Tensor, index: IndexQueries | None, scaling: float) -> torch.Tensor:
-        parts = [
-            request.attend(layer, queries[tokens], None if index is None else index[tokens], scaling)
-            for request, tokens in self._requests
-        ]
+    def beside_selection(self) -> AbstractContextManager[None]:
+        """Nothing is beside it: either takes the whole device."""
+        return nullcontext()
+
+    def select(self, layer: int, index: IndexQueries | None) -> None:
+        if index is not None:
+            for request, tokens in self._requests:
+                request.select(layer, index[tokens])
+
+    def attend(self, layer: int, queries: torch.Tensor, scaling: float) -> torch.Tensor:
+        parts = [request.attend(layer, queries[tokens], scaling) for request, tokens in self._requests]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -185,13 +204,13 @@ class _RequestPass:
     def store_index_keys(self, layer: int, keys: torch.Tensor) -> None:
         self._chunk.cache.index_keys(self._spec.index_layer_of[layer])[self._new_rows] = keys
 
-    def attend(self, layer: int, queries: torch.Tensor, index: IndexQueries | None, scaling: float) -> torch.Tensor:
+    def select(self, layer: int, index: IndexQueries) -> None:
         chunk, spec = self._chunk, self._spec
-        if index is not None:
-            keys = chunk.cache.index_keys(spec.index_layer_of[layer])[self._rows]
-            positions = self._backend.select_for_prompt(
-                index, keys, chunk.start, chunk.sequence_length, spec.index_topk
-            )
-            self._selected_rows = self._rows_or_none[positions]
+        keys = chunk.cache.index_keys(spec.index_layer_of[layer])[self._rows]
+        positions = self._backend.select_for_prompt(index, keys, chunk.start, chunk.sequence_length, spec.index_topk)
+        self._selected_rows = self._rows_or_none[positions]
+
+    def attend(self, layer: int, queries: torch.Tensor, scaling: float) -> torch.Tensor:
         assert self._selected_rows is not None, "the first layer has an indexer"
-        return self._backend.attend_rows(queries, chunk.cache.kv(layer), self._selected_rows, scaling, spec.latent_dim)
+        kv, latent_dim = self._chunk.cache.kv(layer), self._spec.latent_dim
+        return self._backend.attend_rows(queries, kv, self._selected_rows, scaling, latent_dim)

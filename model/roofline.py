@@ -184,6 +184,8 @@ class _LayerWork:
         for layer in layers:
             attention, mlp = layer.attention, layer.mlp
             maps = [layer.down, layer.query_b, attention.out]
+            if layer.indexer:
+                maps.append(layer.indexer.query)
             absorbed += _work_of_map(Linear(attention.key_map), tokens) + _work_of_map(
                 Linear(attention.value_map), tokens
             )

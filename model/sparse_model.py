@@ -1,11 +1,13 @@
 """A sparse-attention (DSA) model that runs against KV caches owned by others: only selected rows of them are read."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from base.device import SideStream
 from kernels.attention import AttentionBackend
 from kernels.operands import Rope
 from kernels.ops import ops_for
@@ -38,6 +40,7 @@ class SparseModel:
         self.device = network.embedding.device
         self.network = network
         self._backend = backend
+        self._side = SideStream(self.device)
         self._drafted_from: torch.Tensor | None = None
         """The positions that the last call of `draft` has attended to."""
 
@@ -77,7 +80,8 @@ class SparseModel:
     @torch.no_grad()
     def decode_hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, cache: DecodeCache) -> torch.Tensor:
         """As `decode`, but the hidden states after the final norm, [batch, hidden_size]. Without the draft layer."""
-        return self.network.norm(self._forward(token_ids, positions, DecodePass(cache, self.spec, self._backend)))
+        forward_pass = DecodePass(cache, self.spec, self._backend, self._side)
+        return self.network.norm(self._forward(token_ids, positions, forward_pass))
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -106,7 +110,7 @@ class SparseModel:
         assert draft is not None, "the model was loaded with its draft layer"
         assert number is not None, "as its specification says"
         shared = self._drafted_from if reuse and self.network.config.drafts_share_selection else None
-        forward_pass = DecodePass(cache, self.spec, self._backend, shared)
+        forward_pass = DecodePass(cache, self.spec, self._backend, self._side, shared)
         rope = self.network.config.rope.at(positions.clamp(min=0), hidden.dtype)
         inputs = draft.inputs(F.embedding(next_ids, self.network.embedding), hidden)
         stored = self._store(number, draft.layer, inputs, None, rope, forward_pass)
@@ -192,11 +196,12 @@ class SparseModel:
         selects: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The rest of a layer: hidden states, and what is to be added. selects: with its indexer, if it has one."""
-        attention, indexer = layer.attention, layer.indexer
-        projected_queries, index_queries = layer.project_queries(stored.query_latents)
-        queries = attention.queries(projected_queries, rope)
-        index = indexer.queries(stored.normed, index_queries, rope) if indexer and selects else None
-        attended = forward_pass.attend(number, queries, index, self.network.config.scaling)
+        attention, indexer = layer.attention, layer.indexer if selects else None
+        latents = layer.norm_query_latents(stored.query_latents)
+        with forward_pass.beside_selection() if indexer else nullcontext():
+            queries = attention.queries(layer.query_b(latents), rope)
+        forward_pass.select(number, indexer.queries(stored.normed, latents, rope) if indexer else None)
+        attended = forward_pass.attend(number, queries, self.network.config.scaling)
         return layer.mlp.forward_normed(layer.mlp_norm, stored.hidden, attention.output(attended), positions)
 
 

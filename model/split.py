@@ -62,12 +62,17 @@ class SplitPass(PrefillPass):
         """See PrefillPass; keys: of the block."""
         super().store_index_keys(layer, self.of_all(keys))
 
-    def attend(self, layer: int, queries: torch.Tensor, index: IndexQueries | None, scaling: float) -> torch.Tensor:
+    def select(self, layer: int, index: IndexQueries | None) -> None:
+        """See PrefillPass; of the block."""
+        if index is not None and self._num_own:
+            self._block.select(layer, index[: self._num_own])
+
+    def attend(self, layer: int, queries: torch.Tensor, scaling: float) -> torch.Tensor:
         """See PrefillPass; of the block, where padding attends to nothing."""
         num_own, width = self._num_own, len(queries)
         if num_own == 0:
             return queries.new_zeros(width, queries.shape[1], self._latent_dim)
-        attended = self._block.attend(layer, queries[:num_own], None if index is None else index[:num_own], scaling)
+        attended = self._block.attend(layer, queries[:num_own], scaling)
         return attended if num_own == width else F.pad(attended, (0, 0, 0, 0, 0, width - num_own))
 
     def of_all(self, rows: torch.Tensor) -> torch.Tensor:

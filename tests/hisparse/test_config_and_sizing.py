@@ -159,7 +159,8 @@ def test_buffers_are_the_largest_that_all_requests_can_have(
     else:
         assert sizes.has_all_buffers
         assert sizes.asked_hot_slabs == running * sizes.buffer_slabs
-        assert (size + window) % sizes.slab.slots == 0, "no slot of a buffer's slabs is left out"
+        assert size % 16 == 0
+        assert -(size + window) % sizes.slab.slots < 16, "hardly a slot of a buffer's slabs is left out"
     could_grow = size + 128 <= most and running * (sizes.buffer_slabs + 4) * 32 <= (max_slots or math.inf)
     if sizes.whole_requests < running and could_grow:
         given_size = pool + f', "device_buffer_size": {size + 128}}}'
@@ -168,7 +169,7 @@ def test_buffers_are_the_largest_that_all_requests_can_have(
 
 
 def test_a_buffer_that_is_given_stays_as_it_is() -> None:
-    assert plan(None, device_gib=0.5, fill_memory=True).config.device_buffer_size == 63 * 32 - 1
+    assert plan(None, device_gib=0.5, fill_memory=True).config.device_buffer_size == 63 * 32 - 16
     assert plan('{"device_buffer_size": 512}', device_gib=0.5, fill_memory=True).config.device_buffer_size == 512
 
 

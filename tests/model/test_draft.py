@@ -261,6 +261,8 @@ def test_a_chunk_costs_the_last_layer_and_what_the_draft_layer_stores() -> None:
     draft, last = with_drafts.network.draft, with_drafts.network.layers[-1]
     assert draft is not None
     more = costs[1][StepPart.PROJECTIONS][0].num_bytes - costs[0][StepPart.PROJECTIONS][0].num_bytes
-    maps = draft.projection, draft.layer.down.weight, last.query_b.weight, last.attention.out.weight
+    assert last.indexer is not None
+    of_last = last.query_b.weight, last.indexer.query.weight, last.attention.out.weight
+    maps = draft.projection, draft.layer.down.weight, *of_last
     assert more == sum(weight.nbytes for weight in maps)
     assert with_drafts.spec.kv_layout.token_bytes == without.spec.kv_layout.token_bytes * 6 / 5
