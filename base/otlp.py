@@ -96,10 +96,10 @@ class OtlpTracer(Tracer):
     def serve(self, name: str, headers: Mapping[str, str], start: float) -> TraceSpan:
         return self._begin(name, headers, trace.SpanKind.SERVER, start)
 
-    def join(self, name: str, traceparent: str) -> TraceSpan:
+    def join(self, name: str, traceparent: str, start: float | None = None) -> TraceSpan:
         if not traceparent:
             return NO_SPAN
-        return self._begin(name, {"traceparent": traceparent}, trace.SpanKind.INTERNAL, None)
+        return self._begin(name, {"traceparent": traceparent}, trace.SpanKind.INTERNAL, start)
 
     def close(self) -> None:
         closing = threading.Thread(target=self._provider.shutdown, name="close traces", daemon=True)

@@ -50,8 +50,8 @@ class Tracer:
         """The span of a client's request, under the client's span if its headers name one."""
         return NO_SPAN
 
-    def join(self, name: str, traceparent: str) -> TraceSpan:
-        """A span under one of another process, whose message has that context."""
+    def join(self, name: str, traceparent: str, start: float | None = None) -> TraceSpan:
+        """A span under one of another process, whose message has that context. It begins now if no start is given."""
         return NO_SPAN
 
     def close(self) -> None:

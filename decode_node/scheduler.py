@@ -90,7 +90,9 @@ class Scheduler:
         if len(self.requests.in_state(RequestState.WAITING)) >= self._limits.max_waiting:
             reason = f"{self._limits.max_waiting} requests are waiting already"
             return Rejected(request_id=request_id, code="queue_full", reason=reason, retry_after=1.0)
-        request = Request(generate, gateway, span=self._tracer.join("llm_request", generate.traceparent))
+        now = time.monotonic()
+        span = self._tracer.join("llm_request", generate.traceparent, now)
+        request = Request(generate, gateway, arrived=now, span=span)
         self.requests.add(request)
         if generate.grammar is not None:
             self._grammars.compile(request)

@@ -48,12 +48,13 @@ def decoded(request: Request, now: SwapInCounters) -> _Said:
 
 def end(request: Request, reason: FinishReason, error: str | None) -> None:
     """End the span of a request."""
-    request.span.note(lambda: _ended(request, reason))
+    now = time.monotonic()
+    request.span.note(lambda: _ended(request, reason, now))
     request.span.fail(error)
-    request.span.end()
+    request.span.end(now)
 
 
-def _ended(request: Request, reason: FinishReason) -> _Said:
+def _ended(request: Request, reason: FinishReason, now: float) -> _Said:
     sampling, spent = request.generate.sampling, request.spent
     return {
         "gen_ai.request.id": request.request_id,
@@ -65,7 +66,7 @@ def _ended(request: Request, reason: FinishReason) -> _Said:
         "gen_ai.latency.time_in_queue": spent[RequestState.WAITING],
         "gen_ai.latency.time_in_model_prefill": sum(spent[state] for state in _PREFILL),
         "gen_ai.latency.time_in_model_decode": spent[RequestState.RUNNING],
-        "gen_ai.latency.e2e": time.monotonic() - request.arrived,
+        "gen_ai.latency.e2e": now - request.arrived,
         "cached_tokens": request.cached_tokens,
         "resumed_at": request.resumed_at,
         "retractions": request.retractions,
