@@ -36,7 +36,6 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._has_forked = False
 
     @contextmanager
     def fork(self) -> Iterator[None]:
@@ -48,15 +47,13 @@ class SideStream:
         if self._stream is None:
             yield
             return
-        self._has_forked = True
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             yield
 
     def join(self) -> None:
-        """Have the current stream wait for what was queued here since the last time, if anything was."""
-        if self._stream is not None and self._has_forked:
-            self._has_forked = False
+        """Have the current stream wait for what was queued here."""
+        if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
