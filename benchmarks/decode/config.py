@@ -38,7 +38,10 @@ class DecodeBench:
     context: Annotated[int, Flag("Tokens of each request.", min=1)] = 32768
     device_buffer_size: Annotated[int, Flag("Hot slots of each request.", min=1)] = 4096
     pools_gib: Annotated[
-        float | None, Flag("What a node makes of so much HBM for KV: larger buffers, requests that are whole.")
+        float | None,
+        Flag(
+            "What a node makes of so much HBM for KV: larger buffers, requests that are whole; a limit of --resident."
+        ),
     ] = None
     max_running_requests: Annotated[
         int | None, Flag("Requests that the node of --pools-gib may run; default: those that it runs.", min=1)
@@ -50,3 +53,8 @@ class DecodeBench:
     steps: Annotated[int, Flag("Steps that are timed of each case.", min=10)] = 30
     json: Annotated[Path, Flag("Where to write every figure.")] = Path("bench-decode.json")
     png: Annotated[Path, Flag("Where to draw the parts of a step.")] = Path("bench-decode.png")
+
+    @property
+    def pool_bytes(self) -> int | None:
+        """Of `pools_gib`."""
+        return int(self.pools_gib * 2**30) if self.pools_gib else None

@@ -1,9 +1,10 @@
-"""`python -m benchmarks.decode.curves`: tokens/s over requests, of runs of `bench decode`, as tables and a figure.
+"""`python -m benchmarks.decode.curves`: tokens/s over requests, of runs of `benchmarks.decode.in_turns`.
 
-A run with `--pools-gib` and one with `--resident` of the same context are two lines of one panel.
+A table and a panel of the figure for each context.
 """
 
 import json
+import statistics
 from collections import defaultdict
 from pathlib import Path
 from typing import Annotated
@@ -20,21 +21,20 @@ Curve = dict[int, float]
 
 
 def read_curves(paths: list[Path]) -> dict[int, dict[str, Curve]]:
-    """By context and the way that KV is held: all that the files of `bench decode` say, the later file last."""
+    """By context and the way that KV is held: all that the files say, the later file last."""
     curves: defaultdict[int, dict[str, Curve]] = defaultdict(dict)
     for path in paths:
         document = json.loads(path.read_text())
         flags = document["config"]
-        way = "all in HBM" if flags["resident"] == "True" else "HiSparse"
-        curve = curves[int(flags["context"])].setdefault(way, {})
         for case in document["cases"]:
             tokens = case["batch"] * (1 + int(flags["speculative_num_steps"]))
-            curve[case["batch"]] = tokens / case["timing"]["median_ms"] * 1e3
+            curve = curves[int(flags["context"])].setdefault(case["way"], {})
+            curve[case["batch"]] = tokens / statistics.median(case["step_ms"]) * 1e3
     return dict(sorted(curves.items()))
 
 
 def main(
-    files: Annotated[list[Path], typer.Argument(help="What --json of bench decode has written.")],
+    files: Annotated[list[Path], typer.Argument(help="What --json of benchmarks.decode.in_turns has written.")],
     png: Annotated[Path, typer.Option(help="Where to draw the figure.")] = Path("bench-decode-requests.png"),
 ) -> None:
     curves = read_curves(files)

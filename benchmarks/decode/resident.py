@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from base.errors import StartupError
 from base.memory import cpus_near
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.device_pool import DeviceKVPool
@@ -51,16 +52,22 @@ def resident_tiers(
     index_page_size: int,
     window: int,
     device: torch.device,
+    pool_bytes: int | None = None,
 ) -> HiSparseCoordinator:
     """Tiers for `batch` requests whose positions are all at the hot index of their number, at any context length.
 
-    What a step selects must be given as device slots.
+    What a step selects must be given as device slots. Raises StartupError if that takes more than `pool_bytes`.
     """
     size = context_length + window
     slab = SlabLayout.of(layout, index_page_size, size)
+    num_slabs = batch * (slab.for_slots(context_length) + slab.for_pages(context_length))
+    if pool_bytes is not None and num_slabs * slab.num_bytes > pool_bytes:
+        raise StartupError(
+            f"all KV of {batch} requests takes {num_slabs * slab.num_bytes} bytes, more than {pool_bytes}"
+        )
     pool = DeviceKVPool(
         layout,
-        num_slabs=batch * (slab.for_slots(context_length) + slab.for_pages(context_length)),
+        num_slabs=num_slabs,
         index_page_size=index_page_size,
         max_requests=batch,
         max_context=context_length,

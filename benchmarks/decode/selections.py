@@ -1,6 +1,8 @@
 """What the requests of `bench decode` are made to select."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -23,12 +25,16 @@ class Selections(ABC):
     new_positions: int | None = None
 
     @abstractmethod
-    def begin(self, index_layers: int, batch: int, device: torch.device) -> int:
-        """Begin with requests whose buffers are empty. Returns after how many steps misses are what they always are."""
+    def begin(self, index_layers: int, batch: int, device: torch.device) -> None:
+        """Begin with requests whose buffers are empty."""
 
     @abstractmethod
-    def write(self, step: int, newest: int, into: torch.Tensor) -> None:
-        """Write what step `step` selects to int64 [index_layers, batch, queries, k]. The first query is at position
+    def settle(self) -> int:
+        """Have the next steps bring buffers to where misses are what they always are. Returns how many steps do."""
+
+    @abstractmethod
+    def write(self, newest: int, into: torch.Tensor) -> None:
+        """Write what the next step selects to int64 [index_layers, batch, queries, k]. The first query is at position
         `newest`, in the first step at the number of the context's tokens. All drafts of the steps before were right."""
 
 
@@ -39,15 +45,17 @@ class NewPositions(Selections):
         self.name, self.new_positions = str(count), count
         self._shape = shape
 
-    def begin(self, index_layers: int, batch: int, device: torch.device) -> int:
+    def begin(self, index_layers: int, batch: int, device: torch.device) -> None:
         assert self.new_positions is not None
         self._rotation = Rotation(self._shape, batch, self.new_positions)
+        self._tokens = cycle(self._rotation.positions)
+
+    def settle(self) -> int:
         return self._rotation.length
 
-    def write(self, step: int, newest: int, into: torch.Tensor) -> None:
-        queries = into.shape[2]
-        for query in range(queries):
-            into[:, :, query] = self._rotation.positions[(step * queries + query) % self._rotation.length]
+    def write(self, newest: int, into: torch.Tensor) -> None:
+        for query in range(into.shape[2]):
+            into[:, :, query] = next(self._tokens)
 
 
 class PublishedSelections(Selections):
@@ -59,16 +67,19 @@ class PublishedSelections(Selections):
         self._shape = shape
         StackSelections(1, shape.top_k, shape.context)  # refuses what is too short
 
-    def begin(self, index_layers: int, batch: int, device: torch.device) -> int:
-        top_k, hot_size = self._shape.top_k, self._shape.hot_size
+    def begin(self, index_layers: int, batch: int, device: torch.device) -> None:
+        top_k, context = self._shape.top_k, self._shape.context
         self._layers = [
-            StackSelections(batch, top_k, self._shape.context, seed=layer, device=device)
-            for layer in range(index_layers)
+            StackSelections(batch, top_k, context, seed=layer, device=device) for layer in range(index_layers)
         ]
-        self._histories = [selections.history(hot_size) for selections in self._layers]
-        return -(-hot_size // top_k) + _SETTLING_STEPS
+        self._histories: list[Iterator[torch.Tensor]] = [iter(())] * index_layers
 
-    def write(self, step: int, newest: int, into: torch.Tensor) -> None:
+    def settle(self) -> int:
+        hot_size = self._shape.hot_size
+        self._histories = [selections.history(hot_size) for selections in self._layers]
+        return -(-hot_size // self._shape.top_k) + _SETTLING_STEPS
+
+    def write(self, newest: int, into: torch.Tensor) -> None:
         for layer, selections, history in zip(into, self._layers, self._histories, strict=True):
             if (past := next(history, None)) is not None:
                 layer[:] = past[:, None]
@@ -81,7 +92,7 @@ class RecordedSelections(Selections):
     """A trace of `benchmarks.swap_in.record`; every request and index layer begins at another step of it.
 
     Where its top-k is a part of the model's, each of its positions stands for several, far from each other. num_steps:
-    after those in which the buffer settles.
+    after those in which the buffer settles. More steps, as before `settle`, begin again.
     """
 
     def __init__(self, shape: Shape, path: Path, num_steps: int, queries: int) -> None:
@@ -92,7 +103,8 @@ class RecordedSelections(Selections):
         self.name = f"{path.parent.name}/{path.stem}"
         steps, k = trace.shape
         self._reach, self._each = first + steps, shape.top_k // k
-        num_tokens = (_SETTLING_STEPS + num_steps) * queries
+        self._steps = _SETTLING_STEPS + num_steps
+        num_tokens = self._steps * queries
         self._last_start = steps - num_tokens
         fits = self._each * k == shape.top_k and self._each * self._reach <= shape.context
         if not fits or self._last_start < 0 or trace.min() < 0:
@@ -103,17 +115,23 @@ class RecordedSelections(Selections):
             )
         self._trace = torch.from_numpy(trace)
 
-    def begin(self, index_layers: int, batch: int, device: torch.device) -> int:
+    def begin(self, index_layers: int, batch: int, device: torch.device) -> None:
+        self._step = 0
         self._trace = self._trace.to(device)
         starts = torch.randint(self._last_start + 1, (index_layers, batch), generator=torch.Generator().manual_seed(0))
         self._start = starts.to(device)
         self._apart = torch.arange(self._each, device=device) * self._reach
+
+    def settle(self) -> int:
+        self._step = 0
         return _SETTLING_STEPS
 
-    def write(self, step: int, newest: int, into: torch.Tensor) -> None:
+    def write(self, newest: int, into: torch.Tensor) -> None:
         queries = into.shape[2]
+        first = self._start + self._step % self._steps * queries
+        self._step += 1
         for query in range(queries):
-            recorded = self._trace[self._start + step * queries + query, :, None]
+            recorded = self._trace[first + query, :, None]
             into[:, :, query] = (recorded + self._apart).flatten(2)
 
 

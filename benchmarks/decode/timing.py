@@ -1,20 +1,13 @@
 """Time of a decode step, and the parts of it."""
 
-import random
-import statistics
-import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
-from benchmarks.decode.workload import Requests
 from benchmarks.kernel_times import kernel_times
-from benchmarks.stepping import GREEDY, launch
-from engine.runner import ModelRunner
 from model.roofline import StepPart
 
 _NAMES: dict[StepPart, tuple[str, ...]] = {
@@ -39,16 +32,17 @@ _NAMES: dict[StepPart, tuple[str, ...]] = {
 The rest is norms, rotation, encoding, storing and backing up new tokens, and the time from one kernel to the next.
 torch's top-k scans by a kernel of CUB, which nothing else in a step does.
 """
-PROFILED_STEPS = 5
 _STREAMS = 24
+
+KernelTimes = dict[str, tuple[float, float]]
+"""Milliseconds of each kernel in a step, and how many there are, by name; those that take longest first."""
 
 
 @dataclass(frozen=True)
 class StepTiming:
     """Of one decode step. hits, misses: of each token and index layer. num_bytes: swapped in.
 
-    kernels: milliseconds of each, and how many there are, by name. filling_ms: of each step while rows became resident,
-    before the others.
+    filling_ms: of each step while rows became resident, before the others. kernels: empty without a profile.
     """
 
     median_ms: float
@@ -56,8 +50,8 @@ class StepTiming:
     hits: float
     misses: float
     num_bytes: float
-    kernels: dict[str, tuple[float, float]]
     filling_ms: tuple[float, ...] = ()
+    kernels: KernelTimes = field(default_factory=dict)
 
     @property
     def parts(self) -> dict[StepPart, float]:
@@ -91,75 +85,11 @@ def part_of(kernel: str) -> StepPart:
     return next((part for part, marks in _NAMES.items() if any(mark in lowered for mark in marks)), StepPart.REST)
 
 
-def time_steps(
-    requests: Requests,
-    runner: ModelRunner,
-    vocab: int,
-    before: Callable[[int], None],
-    warm_up: int,
-    steps: int,
-) -> StepTiming:
-    """Time steps of all requests, from the call until the device has the logits, one after another. Nothing is sampled.
-
-    A node that drafts verifies as many drafts as it makes, and all are right. Accepting fewer takes as long.
-    `before(n)` prepares step n, outside the time taken, as is making room for the tokens. Kernels are timed in further
-    steps, which run under the profiler.
-    """
-    rng = random.Random(0)
-    passes, width = runner.passes, runner.policy.max_width
-    rows = [requests.coordinator.row(request_id) for request_id in requests.ids]
-
-    def step_ms(number: int, watched: AbstractContextManager[object]) -> float:
-        requests.make_room()
-        before(number)
-        for request_id in requests.ids:
-            runner.admit(request_id, [rng.randrange(vocab)], [], GREEDY)
-        passes.num_drafts.fill_(width - 1)
-        right = passes.tokens[rows, :width].roll(-1, dims=1).flatten()  # after the drafts, any token
-        torch.cuda.synchronize()
-        requests.coordinator.fill_rows()
-        with watched:
-            start = time.perf_counter()
-            step = launch(runner, requests.coordinator, requests.ids, width=width)
-            if width > 1:
-                passes.accept(len(requests.ids), width, right)
-                step.drawn = right[:, None].double()
-                runner.draft(step)
-            torch.cuda.synchronize()
-            elapsed = time.perf_counter() - start
-        requests.coordinator.step_over(step.batch.places, dict.fromkeys(requests.ids, width))
-        return elapsed * 1e3
-
-    filling, idle = list[float](), 0 if requests.coordinator.residents.enabled else 2
-    while idle < 2:  # a fill ends in one step, and the next one begins in the step after
-        filling.append(step_ms(len(filling), nullcontext()))
-        idle = idle + 1 if requests.are_filled else 0
-    begin = len(filling) + warm_up
-    for number in range(len(filling), begin):
-        step_ms(number, nullcontext())
-    first = requests.coordinator.counters()
-    times = [step_ms(begin + number, nullcontext()) for number in range(steps)]
-    last = requests.coordinator.counters()
-    profiles = [profile(activities=[ProfilerActivity.CUDA]) for _ in range(PROFILED_STEPS)]
-    for number, profiler in enumerate(profiles):
-        step_ms(begin + steps + number, profiler)
-    looked_up = steps * len(requests.ids) * width * requests.coordinator.host.layout.num_index_layers
-    return StepTiming(
-        median_ms=statistics.median(times),
-        p90_ms=statistics.quantiles(times, n=10)[-1],
-        hits=(last.hits - first.hits) / looked_up,
-        misses=(last.misses - first.misses) / looked_up,
-        num_bytes=(last.bytes - first.bytes) / steps,
-        kernels=_kernel_ms(profiles),
-        filling_ms=tuple(filling),
-    )
-
-
-def _kernel_ms(profiles: Sequence[profile]) -> dict[str, tuple[float, float]]:
-    """Milliseconds and number of each kernel in one step, of which there is a profile of each."""
+def per_step(profiles: Sequence[profile]) -> KernelTimes:
+    """The kernels of one step, of which there is a profile of each."""
     times: defaultdict[str, list[float]] = defaultdict(list)
     for profiled in profiles:
         for name, ms in kernel_times(profiled):
             times[name].append(ms)
-    per_step = {name: (sum(ms) / len(profiles), len(ms) / len(profiles)) for name, ms in times.items()}
-    return dict(sorted(per_step.items(), key=lambda item: -item[1][0]))
+    mean = {name: (sum(ms) / len(profiles), len(ms) / len(profiles)) for name, ms in times.items()}
+    return dict(sorted(mean.items(), key=lambda item: -item[1][0]))

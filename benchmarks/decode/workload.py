@@ -166,9 +166,9 @@ class Requests:
     device_buffer_size: hot slots of each; with at least the context length of the spec nothing is ever missed, and
     admission brings all KV into HBM. None: the same at any context length and without a resolve; what layers select
     must be slots (`to_slots`). resident_rows: whether there are hot slots for all tokens of all requests. pool_bytes:
-    of HBM, for hot slots, index keys and tables, of which a node makes the largest buffers and resident requests.
-    most_running: requests that these pools are for, if there are more than the batch. Raises StartupError if they do
-    not hold these buffers.
+    of HBM, for hot slots, index keys and tables, of which a node makes the largest buffers and resident requests, or
+    that all KV takes at most. most_running: requests that these pools are for, if there are more than the batch. Raises
+    StartupError if they do not hold these buffers.
     """
 
     def __init__(
@@ -196,6 +196,7 @@ class Requests:
                 index_page_size=_INDEX_PAGE,
                 window=window,
                 device=device,
+                pool_bytes=pool_bytes,
             )
         else:
             tiers = HiSparseConfig(

@@ -71,23 +71,24 @@ def small_sizes(model_type: str = "deepseek_v32", layers: int = 2, **others: obj
 
 
 def test_runs_of_one_context_are_compared(tmp_path: Path) -> None:
-    def written(name: str, cases: dict[int, float], **flags: object) -> Path:
-        config = {"resident": False, "context": 32768, "speculative_num_steps": 0, **flags}
+    def written(name: str, context: int, drafts: int, **cases: dict[int, tuple[float, ...]]) -> Path:
         document = {
-            "config": {flag: str(value) for flag, value in config.items()},
-            "cases": [{"batch": batch, "timing": {"median_ms": ms}} for batch, ms in cases.items()],
+            "config": {"context": str(context), "speculative_num_steps": str(drafts)},
+            "cases": [
+                {"way": way, "batch": batch, "step_ms": ms} for way, of in cases.items() for batch, ms in of.items()
+            ],
         }
         (tmp_path / name).write_text(json.dumps(document))
         return tmp_path / name
 
     files = [
-        written("ours", {1: 10.0, 64: 80.0}),
-        written("theirs", {1: 10.0}, resident=True),
-        written("longer", {1: 20.0}, context=65536, speculative_num_steps=1),
+        written("shorter", 32768, 0, ours={1: (9.0, 10.0, 12.0), 64: (70.0,)}, theirs={1: (10.0,)}),
+        written("again", 32768, 0, ours={64: (80.0,)}),
+        written("longer", 65536, 1, ours={1: (20.0,)}),
     ]
     assert read_curves(files) == {
-        32768: {"HiSparse": {1: 100.0, 64: 800.0}, "all in HBM": {1: 100.0}},
-        65536: {"HiSparse": {1: 100.0}},
+        32768: {"ours": {1: 100.0, 64: 800.0}, "theirs": {1: 100.0}},
+        65536: {"ours": {1: 100.0}},
     }
     curves(files, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size

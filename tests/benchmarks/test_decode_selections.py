@@ -1,29 +1,23 @@
 """What the requests of `bench decode` are made to select, and that they decode with all KV in HBM as without."""
 
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 
 from base.errors import StartupError
-from benchmarks.decode import timing
-from benchmarks.decode.bench import _select
+from benchmarks.decode.batch import DecodingBatch
 from benchmarks.decode.config import DecodeBench
+from benchmarks.decode.in_turns import HISPARSE, WAYS, measure
 from benchmarks.decode.selections import PublishedSelections, read_selections
-from benchmarks.decode.timing import PROFILED_STEPS, time_steps
-from benchmarks.decode.workload import GivenSelection, Requests, model_of
+from benchmarks.decode.workload import GIB, model_of
 from benchmarks.stepping import GREEDY, launch, next_tokens
 from benchmarks.swap_in.workload import Shape
-from engine.draft_policy import DraftPolicy
-from engine.runner import ModelRunner
 from hisparse.swap_in import SwapInCounters
 from model.config import network_config
-from model.loader import choose_backend
 from model.roofline import RankModel
-from model.sparse_model import SparseModel
 from tests.benchmarks.test_decode import CPU, small, small_sizes
 
 K, CONTEXT, BATCH = 32, 600, 3
@@ -31,48 +25,45 @@ SHAPE = Shape(K, 2 * K, 1, CONTEXT)
 
 
 @torch.inference_mode()
-def decode(model: RankModel, hot_size: int | None, steps: int) -> tuple[list[list[int]], SwapInCounters]:
+def decode(model: RankModel, resident: bool, steps: int) -> tuple[list[list[int]], SwapInCounters]:
     """Tokens of each step that selects as published, and what was swapped in."""
     torch.manual_seed(1)
-    spec, selected = model.spec, PublishedSelections(SHAPE)
-    requests = Requests(spec, CONTEXT, BATCH, hot_size, CPU)
-    given = GivenSelection(choose_backend("auto", CPU, spec), spec, requests)
-    network = SparseModel(model.network, spec, given)
-    runner = ModelRunner(network, requests.coordinator, BATCH, spec.context_length, record=False)
-    requests.restart()
-    selected.begin(spec.num_index_layers, BATCH, CPU)
+    config = DecodeBench(context=CONTEXT, device_buffer_size=2 * K, resident=resident)
+    decoding, selected = DecodingBatch(config, model, BATCH, CPU), PublishedSelections(SHAPE)
+    runner, requests = decoding.runner, decoding.requests
+    selected.begin(model.spec.num_index_layers, BATCH, CPU)
     tokens = [[1] * BATCH]
-    for step in range(steps):
-        requests.make_room()
-        _select(selected, requests, given.positions, hot_size is None, step)
+    for _ in range(steps):
+        decoding.prepare(selected)
         for request_id, token in zip(requests.ids, tokens[-1], strict=True):
             runner.admit(request_id, [token], [], GREEDY)
         tokens.append(next_tokens(runner, launch(runner, requests.coordinator, requests.ids)))
-    requests.close()
+    decoding.close()
     return tokens, requests.coordinator.counters()
 
 
 def test_requests_with_all_kv_in_hbm_decode_the_same_and_miss_nothing() -> None:
     model = small(DecodeBench(context=CONTEXT, quantization="none"), "glm_moe_dsa")
-    tokens, counters = decode(model, 2 * K, steps=20)
+    tokens, counters = decode(model, resident=False, steps=20)
     assert counters.misses > 0
-    assert decode(model, None, steps=20) == (tokens, SwapInCounters(0, 0, 0, 0))
+    assert decode(model, resident=True, steps=20) == (tokens, SwapInCounters(0, 0, 0, 0))
 
 
 def test_the_queries_of_a_step_select_as_consecutive_tokens() -> None:
     drafting, plain = PublishedSelections(SHAPE), PublishedSelections(SHAPE)
-    warm_up = drafting.begin(2, BATCH, CPU)
-    assert plain.begin(2, BATCH, CPU) == warm_up
+    for selections in (drafting, plain):
+        selections.begin(2, BATCH, CPU)
+        selections.settle()
     together, alone = torch.zeros(2, BATCH, 3, K).long(), torch.zeros(2, BATCH, 1, K).long()
     history = 2
     for step in range(history):
-        drafting.write(step, CONTEXT + 3 * step, together)
-        plain.write(step, CONTEXT + 3 * step, alone)
+        drafting.write(CONTEXT + 3 * step, together)
+        plain.write(CONTEXT + 3 * step, alone)
         assert (together == alone).all()
     for step in range(history, history + 3):
-        drafting.write(step, CONTEXT + 3 * step, together)
+        drafting.write(CONTEXT + 3 * step, together)
         for query in range(3):
-            plain.write(step, CONTEXT + 3 * step + query, alone)
+            plain.write(CONTEXT + 3 * step + query, alone)
             assert torch.equal(together[:, :, query], alone[:, :, 0])
     assert not torch.equal(together[0], together[1]), "each index layer has sequences of its own"
 
@@ -92,7 +83,13 @@ def test_recorded_selections_are_played_from_different_steps(trace: Path) -> Non
     assert recorded.name == "traces/layer-0"
     recorded.begin(2, BATCH, CPU)
     into = torch.zeros(2, BATCH, 2, K).long()
-    recorded.write(3, CONTEXT, into)
+    for _ in range(60):  # more than are recorded, before buffers settle
+        recorded.write(CONTEXT, into)
+    recorded.settle()
+    begun = torch.zeros_like(into)
+    recorded.write(CONTEXT, begun)
+    recorded.write(CONTEXT, into)
+    assert not torch.equal(begun, into)
     positions = np.load(trace)["positions"]
     starts = set()
     for selection in into.flatten(0, 1):
@@ -124,47 +121,57 @@ def test_what_cannot_be_selected_is_refused(shape: Shape, num_steps: int, word: 
 @pytest.fixture
 def without_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(timing, "profile", MagicMock())
 
 
 @pytest.mark.usefixtures("without_device")
 def test_with_device_memory_enough_requests_become_whole() -> None:
-    config = DecodeBench(context=CONTEXT, quantization="none")
+    config = DecodeBench(context=CONTEXT, quantization="none", device_buffer_size=2 * K, pools_gib=1)
     model = small(config)
-    spec = model.spec
-    requests = Requests(spec, CONTEXT, BATCH, 2 * K, CPU, pool_bytes=2**30)
-    pool = requests.coordinator.device
-    assert pool.resident_rows == 0
-    selected = PublishedSelections(SHAPE)
-    warm_up = selected.begin(spec.num_index_layers, BATCH, CPU)
-    given = GivenSelection(choose_backend("auto", CPU, spec), spec, requests)
-    network = SparseModel(model.network, spec, given)
-    runner = ModelRunner(network, requests.coordinator, BATCH, spec.context_length, record=False)
-    select = partial(_select, selected, requests, given.positions, False)
-    timed = time_steps(requests, runner, spec.vocab_size, select, warm_up, steps=10)
+    decoding = DecodingBatch(config, model, BATCH, CPU)
+    assert decoding.whole == 0
+    timed = decoding.time(PublishedSelections(SHAPE), steps=10)
     assert len(timed.filling_ms) > BATCH
-    assert (pool.resident_rows, timed.misses) == (BATCH, 0)
-    requests.close()
+    assert (decoding.whole, timed.misses) == (BATCH, 0)
+    decoding.close()
 
+    little = replace(config, pools_gib=700 / 2**20)
     with pytest.raises(StartupError, match="3 requests do not fit: "):
-        Requests(spec, CONTEXT, BATCH, 2 * K, CPU, pool_bytes=700 << 10)
+        DecodingBatch(little, model, BATCH, CPU)
+    with pytest.raises(StartupError, match="all KV of 3 requests takes "):
+        DecodingBatch(replace(little, resident=True), model, BATCH, CPU)
 
 
 @pytest.mark.usefixtures("without_device")
 @pytest.mark.parametrize(("drafts", "resident"), [(0, False), (2, False), (2, True)])
 def test_a_step_takes_its_tokens_and_drafts(drafts: int, resident: bool) -> None:
-    config = DecodeBench(context=CONTEXT, quantization="none", speculative_num_steps=drafts)
-    model = model_of(network_config(small_sizes(num_nextn_predict_layers=1)), config, CPU, drafts=drafts > 0)
-    spec, selected = model.spec, PublishedSelections(SHAPE)
-    requests = Requests(spec, CONTEXT, BATCH, None if resident else 2 * K, CPU, drafts)
-    given = GivenSelection(choose_backend("auto", CPU, spec), spec, requests, 1 + drafts)
-    network = SparseModel(model.network, spec, given)
-    runner = ModelRunner(
-        network, requests.coordinator, BATCH, spec.context_length, record=False, policy=DraftPolicy(drafts)
+    config = DecodeBench(
+        context=CONTEXT,
+        quantization="none",
+        speculative_num_steps=drafts,
+        device_buffer_size=2 * K,
+        resident=resident,
     )
-    warm_up, steps = selected.begin(spec.num_index_layers, BATCH, CPU), 10
-    select = partial(_select, selected, requests, given.positions, resident)
-    timed = time_steps(requests, runner, spec.vocab_size, select, warm_up, steps)
-    assert requests.newest == CONTEXT + (warm_up + steps + PROFILED_STEPS) * (1 + drafts)
+    model = model_of(network_config(small_sizes(num_nextn_predict_layers=1)), config, CPU, drafts=drafts > 0)
+    decoding, selected = DecodingBatch(config, model, BATCH, CPU), PublishedSelections(SHAPE)
+    timed = decoding.time(selected, steps=10)
+    settling = 3 if resident else selected.settle()
+    assert decoding.requests.newest == CONTEXT + (settling + 10) * (1 + drafts)
     assert timed.misses / K == pytest.approx(0 if resident else 0.134, abs=0.05)
-    requests.close()
+    decoding.close()
+
+
+@pytest.mark.usefixtures("without_device")
+def test_hisparse_and_all_in_hbm_take_turns_while_both_fit() -> None:
+    config = DecodeBench(
+        context=CONTEXT, quantization="none", device_buffer_size=2 * K, selections=("published",), pools_gib=1, steps=10
+    )
+    model = small(config)
+    ours, reference = measure(config, model, BATCH, 2, CPU)
+    assert (ours.way, reference.way) == WAYS
+    assert len(ours.step_ms) == len(reference.step_ms) == 2
+    assert (ours.whole, reference.whole, ours.misses, reference.misses) == (BATCH, BATCH, 0, 0)
+    needed = DecodingBatch(replace(config, resident=True), model, BATCH, CPU).pool.memory.nbytes
+    (alone,) = measure(replace(config, pools_gib=(needed - 1) / GIB), model, BATCH, 2, CPU)
+    assert (alone.way, len(alone.step_ms)) == (HISPARSE, 2)
+    assert alone.whole < BATCH
+    assert alone.misses > 0
