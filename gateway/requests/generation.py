@@ -55,6 +55,10 @@ class StreamOptions(Piece):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
+    def check_fields(self, policy: FieldPolicy) -> None:
+        """Raises ApiError for a field that asks for what is not carried out."""
+        policy.check(self.model_extra or {}, OF_STREAMS, "stream_options.")
+
 
 class CommonFields(Piece):
     """Fields that mean the same at all endpoints that generate, as in vLLM. Some go to `Sampling` by their name."""
@@ -126,7 +130,7 @@ class GenerationRequest(RequestBody, CommonFields, StructureFields, ABC):
     def check_fields(self, policy: FieldPolicy) -> None:
         super().check_fields(policy)
         if self.stream_options is not None:
-            policy.check(self.stream_options.model_extra or {}, OF_STREAMS, "stream_options.")
+            self.stream_options.check_fields(policy)
 
     def requested_tokens(self) -> int | None:
         return self.max_tokens

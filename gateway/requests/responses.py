@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.errors import shown
-from gateway.requests.body import OF_STREAMS, TEXT_OR_OTHER, FieldPolicy, JsonObject, Piece, RequestBody, TextOr, kinds
+from gateway.requests.body import TEXT_OR_OTHER, FieldPolicy, JsonObject, KindsOf, Piece, RequestBody, TextOr
 from gateway.requests.chat import MAX_TOOLS, CallId, ConvertedRequest, ToolName, chat_call
 from gateway.requests.generation import StreamOptions
 
@@ -35,13 +35,7 @@ class Refusal(Piece):
         return self.refusal
 
 
-ContentPart = Annotated[
-    Annotated[InputText, Tag("<input_text>")]
-    | Annotated[InputText, Tag("<output_text>")]
-    | Annotated[InputText, Tag("<text>")]
-    | Annotated[Refusal, Tag("<refusal>")],
-    kinds("a part of type input_text, output_text or refusal"),
-]
+ContentPart = Annotated[InputText | Refusal, KindsOf("a part of type input_text, output_text or refusal")]
 
 
 class InputMessage(Piece):
@@ -115,12 +109,8 @@ class Compaction(Piece):
 
 
 InputItem = Annotated[
-    Annotated[InputMessage, Tag("<message>")]
-    | Annotated[FunctionCall, Tag("<function_call>")]
-    | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
-    | Annotated[ReasoningItem, Tag("<reasoning>")]
-    | Annotated[Compaction, Tag("<compaction>")],
-    kinds(
+    InputMessage | FunctionCall | FunctionCallOutput | ReasoningItem | Compaction,
+    KindsOf(
         "a whole item (none is stored): message, function_call, function_call_output, reasoning or compaction",
         default="message",
     ),
@@ -178,10 +168,7 @@ class JsonSchemaFormat(Piece):
 
 
 Format = Annotated[
-    Annotated[TextFormat, Tag("<text>")]
-    | Annotated[JsonObjectFormat, Tag("<json_object>")]
-    | Annotated[JsonSchemaFormat, Tag("<json_schema>")],
-    kinds("a format of type text, json_object or json_schema"),
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, KindsOf("a format of type text, json_object or json_schema")
 ]
 
 
@@ -253,7 +240,7 @@ class ResponsesRequest(ConvertedRequest):
     def check_fields(self, policy: FieldPolicy) -> None:
         super().check_fields(policy)
         if self.stream_options is not None:
-            policy.check(self.stream_options.model_extra or {}, OF_STREAMS, "stream_options.")
+            self.stream_options.check_fields(policy)
 
     @property
     def with_logprobs(self) -> bool:
