@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from control.grammar import MAX_LARK
-from gateway.formats.conversation import FormatError
+from gateway.formats.conversation import FormatError, to_json
 
 _DEFINITIONS = ("$defs", "definitions")
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -59,7 +59,7 @@ class CallGrammar:
     def literal(self, text: str) -> str:
         """Text of the format, whose markers are tokens."""
         return " ".join(
-            f"<[{self._ids[piece]}]>" if piece in self._ids else literal(piece) for piece in self._pieces(text)
+            f"<[{self._ids[piece]}]>" if piece in self._ids else to_json(piece) for piece in self._pieces(text)
         )
 
     def _pieces(self, text: str) -> list[str]:
@@ -74,7 +74,7 @@ class CallGrammar:
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         strings = [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
         if strings:
-            return self.rule(name, f"{choice([literal(value) for value in strings])} {self.literal(end)}")
+            return self.rule(name, f"{choice([to_json(value) for value in strings])} {self.literal(end)}")
         before, *rest = self._pieces(end)
         if not rest and before not in self._ids:
             return self._spelled(name, end)
@@ -84,7 +84,7 @@ class CallGrammar:
         return self.rule(name, f"{self._spelled(f'{name}_spelled', end)} | {text} {self.literal(behind)}")
 
     def _spelled(self, name: str, end: str) -> str:
-        return self._add(name, f"[suffix={literal(end)}]: /(?s:.*)/")
+        return self._add(name, f"[suffix={to_json(end)}]: /(?s:.*)/")
 
     def text(self, start: str) -> str:
         """The whole grammar. start: what an answer is."""
@@ -94,10 +94,6 @@ class CallGrammar:
 
 def _too_long() -> FormatError:
     return FormatError(f"the grammar of their calls would have more than {MAX_LARK} characters")
-
-
-def literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _escaped(text: str) -> str:
