@@ -8,15 +8,12 @@ from prometheus_client import Counter
 from starlette.requests import HTTPConnection, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.client_usage import ClientUsage, ClientUse
-from gateway.endpoints import ENDPOINTS, STATUS_PATHS
+from gateway.client_usage import ClientUsage
+from gateway.endpoints import OPEN_PATHS
 from gateway.errors import ApiError, shown
 from gateway.held_answers import HeldAnswers
 from gateway.keys import ApiKeys, Client
 
-_OPEN_PATHS = frozenset((*STATUS_PATHS, *(endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key)))
-"""Every other path needs a key, whether it exists or not. The status page asks for operators' keys itself: operators
-look at it when the gateway serves as many requests as it may."""
 _BYTES_PER_TOKEN = 8
 """Of a prompt token: as much as an id takes in JSON, so that a prompt counts the same as text and as ids."""
 
@@ -89,7 +86,7 @@ class Admission:
         """Their bytes."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"].removesuffix("/") in _OPEN_PATHS:
+        if scope["path"].removesuffix("/") in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         counted = RequestBytes(self)
@@ -101,17 +98,18 @@ class Admission:
                 finally:
                     counted.close()
                 return
-            use = self._admit(client, Request(scope), counted)
+            self._admit(client, Request(scope), counted)
         except ApiError as error:
             counted.close()
             await error.response(scope["path"])(scope, receive, send)
             return
         self.serving += 1
         try:
-            await self._app({**scope, "counted": counted, "use": use}, self._bounded(receive, counted), send)
+            own = {"counted": counted, "sender": client, "usage": self._usage}
+            await self._app({**scope, **own}, self._bounded(receive, counted), send)
         finally:
             self.serving -= 1
-            use.close(scope["access"].prepared)
+            self._usage.end(client, scope["access"].prepared)
             counted.close()
 
     def take(self, size: int) -> None:
@@ -133,14 +131,14 @@ class Admission:
             self._check_page(request)
         return client
 
-    def _admit(self, client: Client, request: Request, counted: RequestBytes) -> ClientUse:
-        """The client's request. Raises ApiError."""
+    def _admit(self, client: Client, request: Request, counted: RequestBytes) -> None:
+        """Begin the client's request. Raises ApiError."""
         declared = int(request.headers.get("content-length", 0))
         self.check_size(declared)
         if self.serving >= self._limits.max_concurrent_requests:
             raise self._busy("too_many_requests", f"serves {self.serving} requests already")
         counted.body(declared)
-        return self._usage.begin(client, time.monotonic())
+        self._usage.begin(client, time.monotonic())
 
     def _check_page(self, request: HTTPConnection) -> None:
         """Raises ApiError for what any web page can have a browser post to a service on the user's own machine.
