@@ -117,11 +117,11 @@ class _SampledNode:
     samples: deque[_Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES))
 
     def add(self, node: Node, served: Counter[str], now: float) -> None:
-        since = served - self.served
+        since, beat = served - self.served, node.beat
         running, queued, usage, hot = (
             (None, None, None, None)
             if node.state(now) == "lost"
-            else (node.running_requests, node.load, round(node.kv_usage, 4), round(node.hot_usage, 4))
+            else (beat.running_requests, node.load, round(beat.kv_usage, 4), round(beat.hot_usage, 4))
         )
         self.samples.append(_Sample(running, queued, usage, hot, since, now - self.at))
         self.served, self.at = served, now
@@ -150,7 +150,7 @@ class ClusterStatus:
         sampled, self._sampled = self._sampled, {}
         for node in self._registry.nodes:
             boot = node.peer.boot_id
-            served = node.served + at_nodes[boot] + node.totals
+            served = node.served + at_nodes[boot] + Counter(node.beat.totals.model_dump())
             known = self._sampled[boot] = sampled.get(boot) or _SampledNode(served, now)
             if now > known.at:
                 known.add(node, served, now)
@@ -191,10 +191,10 @@ class ClusterStatus:
             "role": node.offer.role,
             "state": node.state(now),
             "heartbeat_age_s": round(now - node.last_heartbeat, 1),
-            "running_requests": node.running_requests,
+            "running_requests": node.beat.running_requests,
             "queued_tokens": node.load,
-            "kv_usage": round(node.kv_usage, 4),
-            "hot_usage": round(node.hot_usage, 4),
+            "kv_usage": round(node.beat.kv_usage, 4),
+            "hot_usage": round(node.beat.hot_usage, 4),
             "hits": total("hits"),
             "misses": total("misses"),
             "swapped_bytes_per_s": samples[-1].rate("swapped_bytes") if samples else 0.0,

@@ -38,17 +38,12 @@ class Node:
 
     peer: Peer
     offer: Register
+    beat: Heartbeat
+    """The last one; before the first, one that says that the node is ready and has nothing to do."""
     last_heartbeat: float
-    ready: bool = True
     leaving: bool = False
     lost: bool = False
     """Whether it was found silent, at the last look."""
-    reported_tokens: int = 0
-    running_requests: int = 0
-    kv_usage: float = 0.0
-    hot_usage: float = 0.0
-    totals: Counter[str] = field(default_factory=Counter)
-    """What its last heartbeat says of all that it has done (`NodeTotals`)."""
     served: Counter[str] = field(default_factory=Counter)
     """Tokens of requests of this gateway that it has no more: `generated`, and of prompts `prompt` and `cached`."""
     assigned_tokens: int = 0
@@ -56,7 +51,7 @@ class Node:
 
     @property
     def load(self) -> int:
-        return self.reported_tokens + self.assigned_tokens
+        return self.beat.queued_tokens + self.assigned_tokens
 
     def live(self, now: float) -> bool:
         return not self.leaving and now - self.last_heartbeat <= SILENT_AFTER_S
@@ -64,7 +59,7 @@ class Node:
     def state(self, now: float) -> NodeState:
         if now - self.last_heartbeat > SILENT_AFTER_S:
             return "lost"
-        return "leaving" if self.leaving else "ready" if self.ready else "not ready"
+        return "leaving" if self.leaving else "ready" if self.beat.ready else "not ready"
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,8 @@ class NodeRegistry:
                 self._forget(known)
             return Refused(via=offer.via, reason=f"{offer.role} node {peer.address} refused: {reason}")
         if known is None:
-            self._nodes[peer.address] = Node(peer, offer, last_heartbeat=now)
+            idle = Heartbeat(via=offer.via, ready=True, queued_tokens=0)
+            self._nodes[peer.address] = Node(peer, offer, idle, last_heartbeat=now)
         else:
             known.offer, known.last_heartbeat, known.leaving = offer, now, False
         return Registered(via=offer.via)
@@ -118,11 +114,7 @@ class NodeRegistry:
             node = None
         if node is None:
             return HeartbeatAck(via=beat.via, known=False)
-        node.last_heartbeat = now
-        node.ready = beat.ready
-        node.reported_tokens, node.assigned_tokens = beat.queued_tokens, 0
-        node.running_requests, node.kv_usage, node.hot_usage = beat.running_requests, beat.kv_usage, beat.hot_usage
-        node.totals = Counter(beat.totals.model_dump())
+        node.beat, node.last_heartbeat, node.assigned_tokens = beat, now, 0
         return HeartbeatAck(
             via=beat.via,
             known=True,
@@ -244,7 +236,7 @@ class NodeRegistry:
 
     def lacks_prefill(self, now: float) -> bool:
         """Whether decode nodes are ready, and none can be used, since nobody prefills."""
-        return not self._usable_decode(now) and any(node.ready for node in self._live(now, "decode"))
+        return not self._usable_decode(now) and any(node.beat.ready for node in self._live(now, "decode"))
 
     def count(self, role: Role, now: float) -> int:
         return len(self._live(now, role))
@@ -252,7 +244,7 @@ class NodeRegistry:
     def kv_usage(self, now: float) -> float:
         """The part of their host slots that requests hold, the mean of the live decode nodes; 0 without any."""
         live = self._live(now, "decode")
-        return sum(node.kv_usage for node in live) / max(1, len(live))
+        return sum(node.beat.kv_usage for node in live) / max(1, len(live))
 
     def _find(self, peer: Peer) -> Node | None:
         node = self._nodes.get(peer.address)
@@ -262,11 +254,11 @@ class NodeRegistry:
         return [node for node in self._nodes.values() if node.offer.role == role and node.live(now)]
 
     def _ready_prefill(self, now: float) -> list[Node]:
-        return [node for node in self._live(now, "prefill") if node.ready]
+        return [node for node in self._live(now, "prefill") if node.beat.ready]
 
     def _usable_decode(self, now: float) -> list[Node]:
         prefill = bool(self._ready_prefill(now))
-        return [node for node in self._live(now, "decode") if node.ready and (prefill or node.offer.local_prefill)]
+        return [n for n in self._live(now, "decode") if n.beat.ready and (prefill or n.offer.local_prefill)]
 
     def _mismatch_reason(self, peer: Peer, offer: Register, now: float) -> str | None:
         """How the offer differs from a live node or from this gateway, or None."""
