@@ -123,18 +123,11 @@ class BlockAnswer(Answer, ABC):
     """Renders the only answer to a request as blocks."""
 
     def __post_init__(self) -> None:
-        self._begin(whole=False)
-
-    def _begin(self, whole: bool) -> None:
-        """whole: the answer does not stream."""
         assert self.prepared.reading is not None
-        self._reader = BlockReader(self.prepared.reading, whole)
+        self._reader = BlockReader(self.prepared.reading, whole=not self.prepared.request.stream)
         self._output_tokens = 0
-        self.kept_bytes = 0
 
     def keep(self, index: int, delta: Delta) -> None:
-        if delta.first:
-            self._begin(whole=True)
         self._count(CHARACTER_BYTES * len(delta.text))
         for change in self._push(delta):
             self._note(change)

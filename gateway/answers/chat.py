@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, NotRequired, cast
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, cast
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -10,6 +10,7 @@ from typing_extensions import TypedDict
 from control.messages import Token
 from gateway.answers.kept import KeptAnswer
 from gateway.answers.openai import (
+    TEXT,
     Choice,
     CompletionDetails,
     Head,
@@ -93,6 +94,7 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
     """Reasoning, content and tool calls apart."""
 
     chunk_kind = "chat.completion.chunk"
+    plain: ClassVar = {"delta": {"content": TEXT}}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -164,7 +166,7 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
         }
 
     def _logprobs(self, index: int, delta: Delta) -> ChatLogprobs:
-        return {"content": self._chosen(delta.tokens), "refusal": None}
+        return {"content": self._of_tokens(delta.tokens)["content"], "refusal": None}
 
     def _finished(self, index: int, reason: EndReason | None) -> Literal["stop", "length", "tool_calls"] | None:
         return "tool_calls" if reason == "stop" and index in self._called else reason
@@ -197,17 +199,11 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
                 self._called.add(index)
         return _parts_of(events)
 
-    def _plain(self, text: str) -> Json:
-        return {"delta": {"content": text}}
-
     def _stays_plain(self, index: int) -> bool:
         return self._parsers[index].only_content
 
     def _of_tokens(self, tokens: Sequence[Token]) -> dict[str, list[Any]]:
-        return {"content": self._chosen(tokens)}
-
-    def _chosen(self, tokens: Sequence[Token]) -> list[ChosenLogprob]:
-        return [chosen_logprob(token, self._name, self.tokenizer.piece_bytes) for token in tokens]
+        return {"content": [chosen_logprob(token, self._name, self.tokenizer.piece_bytes) for token in tokens]}
 
 
 def chosen_logprob(token: Token, name: Callable[[int], str], bytes_of: Callable[[int], bytes]) -> ChosenLogprob:

@@ -1,7 +1,7 @@
 """Answers of /v1/completions."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NotRequired, cast
+from typing import Any, ClassVar, Literal, NotRequired, cast
 
 from typing_extensions import TypedDict
 
@@ -9,6 +9,7 @@ from control.messages import Token
 from control.prompt_logprobs import PromptLogprobTable
 from gateway.answers.kept import KeptAnswer
 from gateway.answers.openai import (
+    TEXT,
     Choice,
     Head,
     OpenAIAnswer,
@@ -58,6 +59,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
     """With the prompt's text in front, if the request asks for an echo."""
 
     chunk_kind = "text_completion"
+    plain: ClassVar = {"text": TEXT}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,9 +119,6 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
             for answers in prompts
             for best in sorted(answers, key=lambda answer: answer.average_logprob, reverse=True)[:given]
         ]
-
-    def _plain(self, text: str) -> Json:
-        return {"text": text}
 
     def _stays_plain(self, index: int) -> bool:
         """An echo is part of the first text, which has been rendered."""

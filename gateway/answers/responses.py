@@ -161,9 +161,6 @@ class ResponseAnswer(StreamedBlocks):
         self._source = self.prepared.body
         self._created = int(time.time())
         self._sequence = 0
-
-    def _begin(self, whole: bool) -> None:
-        super()._begin(whole)
         self._ids: list[str] = []
         """By block, the id of its item."""
         self._logprobs: dict[int, Column[ChosenLogprob]] = {}
