@@ -4,6 +4,7 @@ import codecs
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tokenizers import Tokenizer, decoders
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -37,20 +38,13 @@ class TokenBytes:
         is_byte_level = decoder is not None and decoder.decode(["\u0120"]) == " "
         # GPT-2's characters for bytes, which every byte-level tokenizer uses.
         self._byte_of = {char: byte for byte, char in bytes_to_unicode().items()} if is_byte_level else {}
-        self._known: dict[int, bytes] = {}
-        """Those that were asked for, at most the vocabulary."""
-
-    def of(self, token_id: int) -> bytes:
+        self.of: Callable[[int], bytes] = lru_cache(tokenizer.get_vocab_size())(self._of)
         """The token's bytes, which may be part of a character; none of an id that the tokenizer does not know."""
-        known = self._known.get(token_id)
-        if known is None:
-            spelled = self._tokenizer.id_to_token(token_id)
-            if spelled is None:
-                return b""
-            known = self._known[token_id] = self._of(token_id, spelled)
-        return known
 
-    def _of(self, token_id: int, spelled: str) -> bytes:
+    def _of(self, token_id: int) -> bytes:
+        spelled = self._tokenizer.id_to_token(token_id)
+        if spelled is None:
+            return b""
         if self._byte_of:
             # As the decoder has it: added tokens are spelled as they are, unless they look like bytes.
             is_bytes = all(character in self._byte_of for character in spelled)
@@ -184,14 +178,11 @@ class StopMatcher:
             end, start, self.stop = min(found)
             released, self._held = self._held[: end if self._includes_stop else start], ""
             return released
-        return self._release(self._start_of_candidate())
+        return self._release(len(self._held) - max(overlap(self._held, 0, stop) for stop in self._stops))
 
     def finish(self) -> str:
         """The text that was held back, at the end of the answer."""
         return self._release(len(self._held))
-
-    def _start_of_candidate(self) -> int:
-        return len(self._held) - max(overlap(self._held, 0, stop) for stop in self._stops)
 
     def _release(self, end: int) -> str:
         released, self._held = self._held[:end], self._held[end:]

@@ -1,6 +1,7 @@
 """What the gateway reads of a checkpoint: tokenizer, chat template, vocabulary, stop tokens and context length."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
 from hashlib import sha256
 from inspect import signature
 from pathlib import Path
@@ -55,8 +56,8 @@ class CheckpointTokenizer:
         self.piece_bytes = self._token_bytes.of
         """The bytes of one token, which may be part of a character. Together the tokens' bytes are the text. One object
         for the detokenizers of all streams, which stays in the processor's cache."""
-        self._pieces: dict[int, str] = {}
-        """Tokens decoded alone: those that were asked for, at most the vocabulary."""
+        self.piece: Callable[[int], str] = lru_cache(self.vocab_size)(lambda token_id: self.decode([token_id]))
+        """One token decoded alone, special or not, as log probabilities name it."""
         added = self._tokenizer.added_tokens_decoder
         self.added_ids = {token.content: token_id for token_id, token in added.items()}
         """Tokens that were added to the vocabulary, special or not, by their text."""
@@ -121,15 +122,6 @@ class CheckpointTokenizer:
     def spelled(self, token_ids: Sequence[int]) -> list[str]:
         """The tokens as the vocabulary spells them; those that it lacks are empty."""
         return [token or "" for token in self._tokenizer.convert_ids_to_tokens(list(token_ids))]
-
-    def piece(self, token_id: int) -> str:
-        """One token decoded alone, special or not, as log probabilities name it."""
-        known = self._pieces.get(token_id)
-        if known is None:
-            known = self._backend.decode([token_id], skip_special_tokens=False)
-            if self.knows(token_id):
-                self._pieces[token_id] = known
-        return known
 
     def detokenizer(self, skipped: Collection[int]) -> ByteDetokenizer | WindowDetokenizer:
         """What makes one text of tokens as they arrive. skipped: ids that are not part of it."""
