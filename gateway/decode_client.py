@@ -56,15 +56,6 @@ class DecodeClient:
         self._closed = False
 
     @property
-    def waiting(self) -> int:
-        """Requests of which no token has arrived."""
-        return sum(not attempt.received for attempt in self._attempts.values())
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._attempts)
-
-    @property
     def attempts(self) -> Collection[Attempt]:
         """Requests that are at a node now."""
         return self._attempts.values()

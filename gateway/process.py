@@ -210,7 +210,7 @@ class Gateway:
         stopping = asyncio.create_task(self._drained())
         awaited: list[asyncio.Future[Any]] = [serving, stopping, *running]
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-        log.info("gateway stops", requests=self._client.in_flight)
+        log.info("gateway stops", requests=len(self._client.attempts))
         for server in self._servers:
             server.should_exit = True
         await self._client.close(_CANCEL_AT_STOP_S)
@@ -233,7 +233,7 @@ class Gateway:
     async def _drained(self) -> None:
         """Wait until told to stop, and then until no request is left or draining is over."""
         await self._stopping.wait()
-        while self.lifecycle.phase is Phase.DRAINING and self._client.in_flight:
+        while self.lifecycle.phase is Phase.DRAINING and self._client.attempts:
             await asyncio.sleep(0.05)
 
     async def _watch_nodes(self) -> None:
@@ -291,8 +291,9 @@ class Gateway:
         self.metrics.nodes.labels(role="prefill").set(self.registry.count("prefill", now))
         self.metrics.nodes.labels(role="decode").set(self.registry.count("decode", now))
         self.metrics.kv_usage.set(self.registry.kv_usage(now))
-        self.metrics.requests.labels(state="waiting").set(self._client.waiting)
-        self.metrics.requests.labels(state="running").set(self._client.in_flight - self._client.waiting)
+        waiting = sum(not attempt.received for attempt in self._client.attempts)
+        self.metrics.requests.labels(state="waiting").set(waiting)
+        self.metrics.requests.labels(state="running").set(len(self._client.attempts) - waiting)
         self.metrics.answer_bytes.set(self._answers.held)
         self.metrics.note_control(self.control.malformed, self.control.undeliverable, self.control.refused)
 
