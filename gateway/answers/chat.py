@@ -208,14 +208,11 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
 
 def chosen_logprob(token: Token, name: Callable[[int], str], bytes_of: Callable[[int], bytes]) -> ChosenLogprob:
     """A token with its log probability and alternatives."""
-    top = [_token_logprob(*alternative, name, bytes_of) for alternative in token.top_logprobs]
-    return {**_token_logprob(token.token_id, token.logprob, name, bytes_of), "top_logprobs": top}
 
+    def named(token_id: int, logprob: float | None) -> TokenLogprob:
+        return {"token": name(token_id), "logprob": logprob, "bytes": list(bytes_of(token_id))}
 
-def _token_logprob(
-    token_id: int, logprob: float | None, name: Callable[[int], str], bytes_of: Callable[[int], bytes]
-) -> TokenLogprob:
-    return {"token": name(token_id), "logprob": logprob, "bytes": list(bytes_of(token_id))}
+    return {**named(token.token_id, token.logprob), "top_logprobs": [named(*other) for other in token.top_logprobs]}
 
 
 def _parts_of(events: Sequence[Event]) -> dict[str, Any]:

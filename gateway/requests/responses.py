@@ -284,7 +284,7 @@ class ResponsesRequest(ConvertedRequest):
 
 
 class ResponseCreate(RequestBody):
-    """A message to the WebSocket of /v1/responses. What else it has is the body of a POST, and checked as such."""
+    """A message to the WebSocket of /v1/responses. Its other fields are those of a POST's body, and checked as such."""
 
     type: Literal["response.create"]
     input: TextOr[Any] = ""
@@ -297,11 +297,6 @@ class ResponseCreate(RequestBody):
     @property
     def items(self) -> list[Any]:
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-
-    @property
-    def others(self) -> dict[str, Any]:
-        """The fields of the POST other than `input` and `stream`."""
-        return self.model_extra or {}
 
 
 def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
