@@ -155,8 +155,7 @@ class NodeRegistry:
             if node.peer.boot_id not in exclude and node.offer.max_request_tokens >= tokens
         ]
         others = [node for node in candidates if not {node.offer.rank_group, node.peer.boot_id} & set(avoid)]
-        best = _ranked(others or candidates, cached)
-        return best[0] if best else None
+        return next(iter(_ranked(others or candidates, cached)), None)
 
     def rank_group(self, peer: Peer) -> str:
         """Of that process: the same for all that die with it. Empty if it is a node of its own, or unknown."""

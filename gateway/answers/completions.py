@@ -20,7 +20,7 @@ from gateway.answers.openai import (
 )
 from gateway.answers.streamed import Column, Json
 from gateway.attempt import Delta
-from gateway.errors import ApiError
+from gateway.errors import wrong
 from gateway.requests.completions import CompletionRequest
 
 MAX_ECHO_CHARS = 8 << 20
@@ -65,9 +65,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
         super().__post_init__()
         request = self.prepared.request
         assert isinstance(request, CompletionRequest)
-        self._best_of = request.computed_choices, request.choices
-        """How many answers of each prompt are generated, and how many of them given."""
-        self._alternatives_asked = request.logprobs
+        self._request = request
         self._with_logprobs = request.logprobs is not None
         self._echoes: dict[int, str] = {}
         """By choice, the text of the prompt, until it has been rendered."""
@@ -80,7 +78,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
                 self._echoes |= dict.fromkeys(choices, text)
         if (echoed := sum(map(len, self._echoes.values()))) > MAX_ECHO_CHARS:
             repeated = f"the answers would repeat {echoed} characters of prompts; at most {MAX_ECHO_CHARS} are given"
-            raise ApiError(400, f"echo: {repeated}", param="echo")
+            raise wrong("echo", repeated)
         self._echoed: dict[int, int] = {}
         """By choice, the length of the prompt's text once that has been rendered."""
 
@@ -110,7 +108,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
 
     def _given(self, kept: Sequence[KeptAnswer]) -> Sequence[KeptAnswer]:
         """Of each prompt those whose tokens are the likeliest on average, the best first."""
-        computed, given = self._best_of
+        computed, given = self._request.computed_choices, self._request.choices
         if computed == given:
             return kept
         prompts = [kept[start : start + computed] for start in range(0, len(kept), computed)]
@@ -155,8 +153,8 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
         prompt_ids, text = self.prepared.prompt_ids(index), self._echoes[index]
         self._echoed[index] = len(text)
         assert table is not None, "an echo with log probabilities asks for those of the prompt"
-        assert self._alternatives_asked is not None
-        tokens = list(prompt_tokens(prompt_ids, table, self._alternatives_asked))
+        assert self._request.logprobs is not None
+        tokens = list(prompt_tokens(prompt_ids, table, self._request.logprobs))
         top = [self._by_text({**dict(token.top), token.token_id: token.logprob}) for token in tokens]
         return {
             "tokens": [self._name(token_id) for token_id in prompt_ids],

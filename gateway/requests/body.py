@@ -19,7 +19,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import tagged_union_schema
 
 from base.wire import FailFastModel, first_error
-from gateway.errors import ApiError, brief, shown
+from gateway.errors import ApiError, brief, shown, wrong
 
 log = structlog.get_logger(__name__)
 
@@ -151,7 +151,7 @@ class FieldPolicy:
 
     def _unknown(self, name: str, path: str) -> None:
         if self._strict:
-            raise ApiError(400, f"{path}{name}: not known here", param=path + name)
+            raise wrong(path + name, "not known here")
         short = name[:_MOST_CHARACTERS]
         if short not in self._logged and len(self._logged) < _MOST_NAMES:
             self._logged.add(short)

@@ -267,7 +267,7 @@ class ResponsesRequest(ConvertedRequest):
     def chat_fields(self) -> dict[str, Any]:
         choice = self.tool_choice
         return {
-            "messages": instructed(self.instructions, self.input),
+            "messages": messages_of(self.instructions, self.input),
             "max_completion_tokens": self.max_output_tokens,
             "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
             "tool_choice": {"type": "function", "function": {"name": choice.name}}
@@ -313,17 +313,14 @@ def _chat_format(wanted: TextFormat | JsonObjectFormat | JsonSchemaFormat | None
     return {"type": "json_schema", "json_schema": {name: value for name, value in schema.items() if value is not None}}
 
 
-def instructed(instructions: str | None, items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
-    """The messages of a chat: instructions, and then the items."""
-    system = [{"role": "system", "content": instructions}] if instructions else []
-    return system + messages_of(items)
+def messages_of(instructions: str | None, items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
+    """The messages of a chat: instructions, and then the items.
 
-
-def messages_of(items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
-    """The items as messages of a chat. Reasoning, text and calls that follow each other are one message."""
+    Reasoning, text and calls that follow each other are one message.
+    """
+    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(items, str):
-        return [{"role": "user", "content": items}]
-    messages: list[dict[str, Any]] = []
+        return [*messages, {"role": "user", "content": items}]
     answer: dict[str, Any] | None = None
     """The assistant's message that the next items may belong to."""
 
