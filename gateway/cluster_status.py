@@ -145,10 +145,10 @@ class ClusterStatus:
     def sample(self, now: float) -> None:
         """Take a sample of each node. The first look at a node is none: it says from where to count."""
         at_nodes: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        for attempt in self._client.attempts:
+        for attempt in self._client.attempts.values():
             at_nodes[attempt.node.boot_id] += attempt.served
         sampled, self._sampled = self._sampled, {}
-        for node in self._registry.nodes:
+        for node in self._registry.nodes.values():
             boot = node.peer.boot_id
             served = node.served + at_nodes[boot] + Counter(node.beat.totals.model_dump())
             known = self._sampled[boot] = sampled.get(boot) or _SampledNode(served, now)
@@ -158,7 +158,7 @@ class ClusterStatus:
     def report(self, now: float) -> ClusterReport:
         generations = self._client.generations
         phases = Counter(generation.phase.value for generation in generations)
-        here = Counter((each.node.boot_id, each.generation.phase) for each in self._client.attempts)
+        here = Counter((each.node.boot_id, each.generation.phase) for each in self._client.attempts.values())
 
         def waits(generation: Generation) -> tuple[int, float]:
             """Those that get tokens all the time differ by noise: the oldest comes first."""
@@ -171,7 +171,8 @@ class ClusterStatus:
             "samples": SAMPLES,
             "phases": {phase.value: phases[phase.value] for phase in (GenerationPhase.PLACING, *_AT_NODE)},
             "nodes": sorted(
-                (self._node(node, here, now) for node in self._registry.nodes), key=lambda each: each["address"]
+                (self._node(node, here, now) for node in self._registry.nodes.values()),
+                key=lambda each: each["address"],
             ),
             "slowest": [_request(each, now) for each in sorted(generations, key=waits)[:_SHOWN_REQUESTS]],
         }

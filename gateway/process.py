@@ -291,7 +291,7 @@ class Gateway:
         self.metrics.nodes.labels(role="prefill").set(self.registry.count("prefill", now))
         self.metrics.nodes.labels(role="decode").set(self.registry.count("decode", now))
         self.metrics.kv_usage.set(self.registry.kv_usage(now))
-        waiting = sum(not attempt.received for attempt in self._client.attempts)
+        waiting = sum(not attempt.received for attempt in self._client.attempts.values())
         self.metrics.requests.labels(state="waiting").set(waiting)
         self.metrics.requests.labels(state="running").set(len(self._client.attempts) - waiting)
         self.metrics.answer_bytes.set(self._answers.held)

@@ -5,7 +5,7 @@ again as soon as it is heard, and forgotten after a minute. Pure logic: time is 
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
@@ -71,18 +71,19 @@ class Capacity:
 
 
 class NodeRegistry:
-    """Known nodes by address. Not thread safe: the gateway's event loop owns it."""
+    """Known nodes. Not thread safe: the gateway's event loop owns it."""
 
     def __init__(self, checkpoint: CheckpointIdentity | None = None, caches: PrefixIndex | None = None) -> None:
         """checkpoint: this gateway's, which nodes must have. caches: what nodes have; None if it does not matter."""
         self._checkpoint = checkpoint
         self._caches = caches
-        self._nodes: dict[str, Node] = {}
+        self.nodes: dict[str, Node] = {}
+        """By address, all that are registered, the silent ones included until they are forgotten."""
 
     def register(self, peer: Peer, offer: Register, now: float) -> Registered | Refused:
         """Register a node, or say how it differs from the live nodes. A new boot at an address replaces the old one."""
         self._forget_silent(now)
-        known = self._nodes.get(peer.address)
+        known = self.nodes.get(peer.address)
         if known is not None and known.peer.boot_id != peer.boot_id:
             self._forget(known)
             known = None
@@ -95,7 +96,7 @@ class NodeRegistry:
             return Refused(via=offer.via, reason=f"{offer.role} node {peer.address} refused: {reason}")
         if known is None:
             idle = Heartbeat(via=offer.via, ready=True, queued_tokens=0)
-            self._nodes[peer.address] = Node(peer, offer, idle, last_heartbeat=now)
+            self.nodes[peer.address] = Node(peer, offer, idle, last_heartbeat=now)
         else:
             known.offer, known.last_heartbeat, known.leaving = offer, now, False
         return Registered(via=offer.via)
@@ -121,7 +122,7 @@ class NodeRegistry:
             prefill_nodes=tuple(self.rank_prefill(now)),
             longest_prompts=self.longest_prompts(now),
             prefill_ranks=self.prefill_ranks(now),
-            leaving=tuple(n.peer.boot_id for n in self._nodes.values() if n.offer.role == "prefill" and n.leaving),
+            leaving=tuple(n.peer.boot_id for n in self.nodes.values() if n.offer.role == "prefill" and n.leaving),
             cache_serial=None if self._caches is None else self._caches.serial(peer.boot_id),
         )
 
@@ -132,7 +133,7 @@ class NodeRegistry:
 
     def liveness_changes(self, now: float) -> list[tuple[Peer, bool]]:
         """Nodes that have fallen silent since the last call, or are heard again, and whether they are live."""
-        changed = [n for n in self._nodes.values() if not n.leaving and n.lost is n.live(now)]
+        changed = [n for n in self.nodes.values() if not n.leaving and n.lost is n.live(now)]
         for node in changed:
             node.lost = not node.lost
         return [(node.peer, not node.lost) for node in changed]
@@ -202,18 +203,13 @@ class NodeRegistry:
         if node := self._find(peer):
             node.served += tokens
 
-    @property
-    def nodes(self) -> Iterable[Node]:
-        """All that are registered, the silent ones included until they are forgotten."""
-        return self._nodes.values()
-
     def cached_tokens(self, peer: Peer) -> int | None:
         """How many tokens a node's prefix cache is known to have; None if that does not matter."""
         return None if self._caches is None else self._caches.blocks(peer.boot_id) * BLOCK_TOKENS
 
     def replaced(self, peer: Peer) -> bool:
         """Whether another boot has that process's address, which proves the process dead."""
-        node = self._nodes.get(peer.address)
+        node = self.nodes.get(peer.address)
         return node is not None and node.peer.boot_id != peer.boot_id
 
     def capacity(self, context_length: int, now: float) -> Capacity:
@@ -246,11 +242,11 @@ class NodeRegistry:
         return sum(node.beat.kv_usage for node in live) / max(1, len(live))
 
     def _find(self, peer: Peer) -> Node | None:
-        node = self._nodes.get(peer.address)
+        node = self.nodes.get(peer.address)
         return node if node is not None and node.peer.boot_id == peer.boot_id else None
 
     def _live(self, now: float, role: Role) -> list[Node]:
-        return [node for node in self._nodes.values() if node.offer.role == role and node.live(now)]
+        return [node for node in self.nodes.values() if node.offer.role == role and node.live(now)]
 
     def _ready_prefill(self, now: float) -> list[Node]:
         return [node for node in self._live(now, "prefill") if node.beat.ready]
@@ -261,7 +257,7 @@ class NodeRegistry:
 
     def _mismatch_reason(self, peer: Peer, offer: Register, now: float) -> str | None:
         """How the offer differs from a live node or from this gateway, or None."""
-        for other in self._nodes.values():
+        for other in self.nodes.values():
             if other.peer.address == peer.address or not other.live(now):
                 continue
             differences = offer.identity.differences(other.offer.identity)
@@ -276,12 +272,12 @@ class NodeRegistry:
         return None
 
     def _forget_silent(self, now: float) -> None:
-        for node in list(self._nodes.values()):
+        for node in list(self.nodes.values()):
             if now - node.last_heartbeat > FORGOTTEN_AFTER_S:
                 self._forget(node)
 
     def _forget(self, node: Node) -> None:
-        del self._nodes[node.peer.address]
+        del self.nodes[node.peer.address]
         if self._caches is not None:
             self._caches.forget(node.peer.boot_id)
 
