@@ -30,7 +30,8 @@ class CallGrammar:
         """Characters that the text has left."""
         self._ids = marker_ids
         longest_first = sorted(marker_ids, key=len, reverse=True)
-        self._markers = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        # Without markers, the pattern matches nowhere.
+        self._markers = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
     def rule(self, name: str, body: str) -> str:
         """Add a rule. Returns its name."""
@@ -63,11 +64,7 @@ class CallGrammar:
         )
 
     def _pieces(self, text: str) -> list[str]:
-        start, pieces = 0, []
-        for match in self._markers.finditer(text) if self._markers else ():
-            pieces += [text[start : match.start()], match[0]]
-            start = match.end()
-        return [piece for piece in [*pieces, text[start:]] if piece]
+        return [piece for piece in self._markers.split(text) if piece]
 
     def string(self, name: str, schema: Mapping[str, Any], end: str) -> str:
         """A string as it stands and the marker `end` after it."""

@@ -12,6 +12,7 @@ MAX_STEPS = 2**13
 _MAX_DEPTH = 16
 """Of references and unions in a schema, and of names in a reference. What lies deeper counts as unknown."""
 _TYPES = {"string", "number", "boolean", "null", "array", "object"}
+_TYPE_NAMES = {bool: "boolean", str: "string", int: "number", float: "number", list: "array", dict: "object"}
 _LISTS = ("type", "enum", "anyOf", "oneOf", "allOf")
 
 
@@ -116,15 +117,7 @@ def _signature(schema: object) -> ToolSignature:
 
 def json_type(value: object) -> str:
     """The JSON type of a value that `json.loads` made."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, str):
-        return "string"
-    if isinstance(value, int | float):
-        return "number"
-    return "array" if isinstance(value, list) else "object"
+    return "null" if value is None else _TYPE_NAMES[type(value)]
 
 
 def parse_json(text: str) -> Any:
