@@ -305,12 +305,10 @@ def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
 
 
 def _chat_format(wanted: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> dict[str, Any] | None:
-    if wanted is None or isinstance(wanted, TextFormat):
-        return None
-    if isinstance(wanted, JsonObjectFormat):
-        return {"type": "json_object"}
-    schema = {"name": wanted.name, "schema": wanted.schema_, "description": wanted.description, "strict": wanted.strict}
-    return {"type": "json_schema", "json_schema": {name: value for name, value in schema.items() if value is not None}}
+    if isinstance(wanted, JsonSchemaFormat):
+        schema = wanted.model_dump(include={"name", "schema_", "description", "strict"}, by_alias=True)
+        return {"type": "json_schema", "json_schema": schema}
+    return None if wanted is None else {"type": wanted.type}
 
 
 def messages_of(instructions: str | None, items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
