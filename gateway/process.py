@@ -3,8 +3,8 @@
 import asyncio
 import gc
 import signal
-import socket
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import structlog
@@ -100,11 +100,13 @@ class Gateway:
         self.lifecycle = Lifecycle(config.drain_timeout)
         check_clients(config.host, keys is not None, config.insecure)
         check_processes("--control-host", config.bound_control_host, config.key_dir, config.insecure)
-        self._listener = bind_http(config.host, config.port)
-        self._metrics_listener: socket.socket | None = None
-        try:
-            if config.metrics_port is not None:
-                self._metrics_listener = bind_http(config.host, config.metrics_port, "--metrics-port")
+        with ExitStack() as opened:
+            self._listener = opened.enter_context(bind_http(config.host, config.port))
+            self._metrics_listener = (
+                None
+                if config.metrics_port is None
+                else opened.enter_context(bind_http(config.host, config.metrics_port, "--metrics-port"))
+            )
             tokenizer = CheckpointTokenizer(str(config.model_path), config.chat_template)
             context_length = _context_length(config, tokenizer)
             limits = _request_limits(config, context_length)
@@ -123,11 +125,7 @@ class Gateway:
                 self._hand_over,
                 keys=cluster_keys,
             )
-        except StartupError:
-            for listener in (self._listener, self._metrics_listener):
-                if listener is not None:
-                    listener.close()
-            raise
+            opened.pop_all()
         self._refused: dict[str, str] = {}
         """By address, why a node was refused last. It asks every second but is logged once."""
         self._loop: asyncio.AbstractEventLoop | None = None
