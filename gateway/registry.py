@@ -109,8 +109,7 @@ class NodeRegistry:
         """Note a node's load. A node that is unknown, or that differs from the others by now, must register again."""
         self._forget_silent(now)
         node = self._find(peer)
-        silent = node is not None and not node.live(now) and not node.leaving
-        if node is not None and silent and self._mismatch_reason(peer, node.offer, now):
+        if node is not None and not (node.leaving or node.live(now)) and self._mismatch_reason(peer, node.offer, now):
             self._forget(node)
             node = None
         if node is None:
