@@ -122,7 +122,7 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
         }
         if self._prompt_logprobs is not None:
             # All choices have the same prompt.
-            whole["prompt_logprobs"] = self._by_position(0, self._prompt_logprobs)
+            whole["prompt_logprobs"] = Column(self._ranked_tokens(0, self._prompt_logprobs))
         if self._token_ids:
             whole["prompt_token_ids"] = Column(self.prepared.prompt_ids(0))
         return whole

@@ -86,7 +86,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
         choices = self._whole_choices()
         if self._prompt_logprobs is not None:
             for choice in choices:
-                choice["prompt_logprobs"] = self._by_position(choice["index"], self._prompt_logprobs)
+                choice["prompt_logprobs"] = Column(self._ranked_tokens(choice["index"], self._prompt_logprobs))
         if self._token_ids:
             for choice in choices:
                 choice["prompt_token_ids"] = Column(self.prepared.prompt_ids(choice["index"]))

@@ -210,17 +210,12 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
         self._around_choice[index] = before, after
         return before, after
 
-    def _by_position(self, index: int, alternatives: int) -> PromptLogprobs:
+    def _ranked_tokens(self, index: int, alternatives: int) -> Iterator[dict[str, RankedToken] | None]:
+        """vLLM's `prompt_logprobs`: for each position, by token id, the prompt's token and the likeliest ones."""
         table = self._kept[self.prepared.first_choice(index)].prompt
         assert table is not None, "they were asked for"
-        return Column(self._ranked_tokens(self.prepared.prompt_ids(index), table, alternatives))
-
-    def _ranked_tokens(
-        self, prompt_ids: Sequence[int], table: PromptLogprobTable, alternatives: int
-    ) -> Iterator[dict[str, RankedToken] | None]:
-        """vLLM's `prompt_logprobs`: for each position, by token id, the prompt's token and the likeliest ones."""
         yield None
-        for token in prompt_tokens(prompt_ids, table, alternatives):
+        for token in prompt_tokens(self.prepared.prompt_ids(index), table, alternatives):
             entries = [(token.token_id, token.logprob, token.rank)]
             entries += [(i, logprob, rank) for rank, (i, logprob) in enumerate(token.top, 1) if i != token.token_id]
             yield {
