@@ -33,15 +33,13 @@ class CallGrammar:
         # Without markers, the pattern matches nowhere.
         self._markers = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
-    def rule(self, name: str, body: str) -> str:
-        """Add a rule. Returns its name."""
-        return self._add(name, f": {body}")
-
-    def _add(self, name: str, rest: str) -> str:
-        self._room -= len(name) + len(rest) + len("\n")
+    def rule(self, name: str, body: str, attributes: str = "") -> str:
+        """Add a rule. Returns its name. attributes: in brackets, or none."""
+        rule = f"{name}{attributes}: {body}"
+        self._room -= len(rule) + len("\n")
         if self._room < 0:
             raise _too_long()
-        self._rules.append(name + rest)
+        self._rules.append(rule)
         return name
 
     def json(self, name: str, schema: Mapping[str, Any], root: Mapping[str, Any], tool: str, key: str = "") -> str:
@@ -81,7 +79,7 @@ class CallGrammar:
         return self.rule(name, f"{self._spelled(f'{name}_spelled', end)} | {text} {self.literal(behind)}")
 
     def _spelled(self, name: str, end: str) -> str:
-        return self._add(name, f"[suffix={to_json(end)}]: /(?s:.*)/")
+        return self.rule(name, "/(?s:.*)/", f"[suffix={to_json(end)}]")
 
     def text(self, start: str) -> str:
         """The whole grammar. start: what an answer is."""
