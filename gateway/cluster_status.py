@@ -24,18 +24,6 @@ _SHOWN_REQUESTS = 20
 _AT_NODE = (GenerationPhase.WAITING, GenerationPhase.STREAMING)
 
 
-class NodeHistory(TypedDict):
-    """The last ten minutes, the oldest sample first. None: the node was silent."""
-
-    running_requests: list[int | None]
-    tokens_per_s: list[float | None]
-    queued_tokens: list[int | None]
-    kv_usage: list[float | None]
-    hot_usage: list[float | None]
-    swapped_bytes_per_s: list[float | None]
-    transferred_bytes_per_s: list[float | None]
-
-
 class NodeStatus(TypedDict):
     """A registered node.
 
@@ -43,7 +31,8 @@ class NodeStatus(TypedDict):
     selections of all gateways' requests, in ten minutes. swapped_bytes_per_s, transferred_bytes_per_s: likewise, in the
     last sample. The others: for this one. requests: at it, of which `waiting` have no token. tokens_per_s: generated,
     in the last sample. prompt_tokens, prefix_hit_tokens: of answers that began in ten minutes. cached_tokens: what its
-    prefix cache has; None: not known.
+    prefix cache has; None: not known. history: by the name of a field, its values in ten minutes, the oldest sample
+    first; None: the node was silent.
     """
 
     address: str
@@ -64,7 +53,7 @@ class NodeStatus(TypedDict):
     prompt_tokens: int
     prefix_hit_tokens: int
     cached_tokens: int | None
-    history: NodeHistory
+    history: dict[str, list[float | None]]
 
 
 class RequestStatus(TypedDict):
