@@ -284,5 +284,4 @@ class NodeRegistry:
 def _ranked(nodes: list[Node], cached: Mapping[str, int]) -> list[Peer]:
     """The best first. Boot ids are unique: a process has one."""
     by_boot = {node.peer.boot_id: node for node in nodes}
-    order = ranked(list(by_boot), cached, {boot: node.load for boot, node in by_boot.items()})
-    return [by_boot[boot].peer for boot in order]
+    return [by_boot[boot].peer for boot in ranked({boot: node.load for boot, node in by_boot.items()}, cached)]
