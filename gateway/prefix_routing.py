@@ -47,8 +47,7 @@ class PrefixIndex:
 
     def serial(self, boot_id: str) -> int:
         """Of a node's last update before which none is missing; 0 if there is none."""
-        node = self._nodes.get(boot_id)
-        return node.serial if node else 0
+        return self._nodes.get(boot_id, _NodeBlocks()).serial
 
     def forget(self, boot_id: str) -> None:
         """That process is gone."""
@@ -56,8 +55,7 @@ class PrefixIndex:
 
     def blocks(self, boot_id: str) -> int:
         """How many blocks are known of a node."""
-        node = self._nodes.get(boot_id)
-        return len(node.known) if node else 0
+        return len(self._nodes.get(boot_id, _NodeBlocks()).known)
 
     def matched(self, hashes: BlockHashes) -> dict[str, int]:
         """By boot id, how many first tokens of a prompt a node has; they count as used. hashes: uint64 [blocks]."""

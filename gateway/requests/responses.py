@@ -15,6 +15,9 @@ from gateway.requests.generation import StreamOptions
 LOGPROBS = "message.output_text.logprobs"
 """What `include` names when the client wants log probabilities."""
 MAX_METADATA = 16
+ResponseMetadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=MAX_METADATA)
+]
 
 
 class InputText(Piece):
@@ -204,13 +207,7 @@ class ResponsesRequest(ConvertedRequest):
     """Of tools that the server runs, which there are none of."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: list[str] | None = None
-    metadata: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-            Field(max_length=MAX_METADATA),
-        ]
-        | None
-    ) = None
+    metadata: ResponseMetadata | None = None
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
     stream_options: StreamOptions | None = None
