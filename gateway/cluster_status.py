@@ -85,10 +85,11 @@ class ClusterReport(TypedDict):
 class _Sample(NamedTuple):
     """A node at a time, and what it has done since the sample before."""
 
-    running_requests: int | None
-    queued_tokens: int | None
-    kv_usage: float | None
-    hot_usage: float | None
+    silent: bool
+    running_requests: int
+    queued_tokens: int
+    kv_usage: float
+    hot_usage: float
     since: Counter[str]
     """By name: what `Node.served` and `NodeTotals` count."""
     seconds: float
@@ -106,13 +107,9 @@ class _SampledNode:
     samples: deque[_Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES))
 
     def add(self, node: Node, served: Counter[str], now: float) -> None:
-        since, beat = served - self.served, node.beat
-        running, queued, usage, hot = (
-            (None, None, None, None)
-            if node.state(now) == "lost"
-            else (beat.running_requests, node.load, round(beat.kv_usage, 4), round(beat.hot_usage, 4))
-        )
-        self.samples.append(_Sample(running, queued, usage, hot, since, now - self.at))
+        since, silent = served - self.served, node.state(now) == "lost"
+        load = node.beat.running_requests, node.load, round(node.beat.kv_usage, 4), round(node.beat.hot_usage, 4)
+        self.samples.append(_Sample(silent, *load, since, now - self.at))
         self.served, self.at = served, now
 
 
@@ -173,8 +170,8 @@ class ClusterStatus:
         def total(name: str) -> int:
             return sum(sample.since[name] for sample in samples)
 
-        def rates(name: str) -> list[float | None]:
-            return [None if sample.kv_usage is None else sample.rate(name) for sample in samples]
+        def history(read: Callable[[_Sample], float]) -> list[float | None]:
+            return [None if sample.silent else read(sample) for sample in samples]
 
         return {
             "address": node.peer.address,
@@ -196,13 +193,13 @@ class ClusterStatus:
             "prefix_hit_tokens": total("cached"),
             "cached_tokens": self._registry.cached_tokens(node.peer),
             "history": {
-                "running_requests": [sample.running_requests for sample in samples],
-                "tokens_per_s": rates("generated"),
-                "queued_tokens": [sample.queued_tokens for sample in samples],
-                "kv_usage": [sample.kv_usage for sample in samples],
-                "hot_usage": [sample.hot_usage for sample in samples],
-                "swapped_bytes_per_s": rates("swapped_bytes"),
-                "transferred_bytes_per_s": rates("transferred_bytes"),
+                "running_requests": history(lambda sample: sample.running_requests),
+                "tokens_per_s": history(lambda sample: sample.rate("generated")),
+                "queued_tokens": history(lambda sample: sample.queued_tokens),
+                "kv_usage": history(lambda sample: sample.kv_usage),
+                "hot_usage": history(lambda sample: sample.hot_usage),
+                "swapped_bytes_per_s": history(lambda sample: sample.rate("swapped_bytes")),
+                "transferred_bytes_per_s": history(lambda sample: sample.rate("transferred_bytes")),
             },
         }
 
