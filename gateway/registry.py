@@ -83,22 +83,18 @@ class NodeRegistry:
     def register(self, peer: Peer, offer: Register, now: float) -> Registered | Refused:
         """Register a node, or say how it differs from the live nodes. A new boot at an address replaces the old one."""
         self._forget_silent(now)
-        known = self.nodes.get(peer.address)
-        if known is not None and known.peer.boot_id != peer.boot_id:
-            self._forget(known)
-            known = None
+        if self.replaced(peer):
+            self._forget(peer)
         if peer.role != offer.role:
             return Refused(via=offer.via, reason=f"a {peer.role} process cannot register as {offer.role} node")
-        reason = self._mismatch_reason(peer, offer, now)
-        if reason:
-            if known is not None:
-                self._forget(known)
+        if reason := self._mismatch_reason(peer, offer, now):
+            self._forget(peer)
             return Refused(via=offer.via, reason=f"{offer.role} node {peer.address} refused: {reason}")
-        if known is None:
+        if known := self._find(peer):
+            known.offer, known.last_heartbeat, known.leaving = offer, now, False
+        else:
             idle = Heartbeat(via=offer.via, ready=True, queued_tokens=0)
             self.nodes[peer.address] = Node(peer, offer, idle, last_heartbeat=now)
-        else:
-            known.offer, known.last_heartbeat, known.leaving = offer, now, False
         return Registered(via=offer.via)
 
     def knows(self, peer: Peer) -> bool:
@@ -110,7 +106,7 @@ class NodeRegistry:
         self._forget_silent(now)
         node = self._find(peer)
         if node is not None and not (node.leaving or node.live(now)) and self._mismatch_reason(peer, node.offer, now):
-            self._forget(node)
+            self._forget(peer)
             node = None
         if node is None:
             return HeartbeatAck(via=beat.via, known=False)
@@ -273,11 +269,12 @@ class NodeRegistry:
     def _forget_silent(self, now: float) -> None:
         for node in list(self.nodes.values()):
             if now - node.last_heartbeat > FORGOTTEN_AFTER_S:
-                self._forget(node)
+                self._forget(node.peer)
 
-    def _forget(self, node: Node) -> None:
-        del self.nodes[node.peer.address]
-        if self._caches is not None:
+    def _forget(self, peer: Peer) -> None:
+        """Forget the process that has that address, if one is registered."""
+        node = self.nodes.pop(peer.address, None)
+        if node is not None and self._caches is not None:
             self._caches.forget(node.peer.boot_id)
 
 
