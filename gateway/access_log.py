@@ -18,7 +18,7 @@ from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from base.tracing import NO_SPAN, AttributeValue, Tracer, TraceSpan
-from gateway.endpoints import ENDPOINTS, STATUS_PATHS
+from gateway.endpoints import ENDPOINTS, OPEN_PATHS
 from gateway.errors import is_anthropic
 from gateway.preparer import PreparedRequest
 from gateway.streaming import CLIENT_LEFT
@@ -27,8 +27,7 @@ log = structlog.get_logger(__name__)
 
 OTHER = "other"
 """The name of all paths that are no endpoint, so that the labels of metrics are bounded."""
-_PROBES = frozenset((*STATUS_PATHS, *(endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key)))
-_FIXED = _PROBES | frozenset(endpoint.path for endpoint in ENDPOINTS)
+_FIXED = OPEN_PATHS | frozenset(endpoint.path for endpoint in ENDPOINTS)
 _PATTERNS = tuple((compile_path(path.replace("}", ":path}"))[0], path) for path in sorted(_FIXED) if path.endswith("}"))
 _SANE_ID = re.compile(r"[!-~]{1,128}")
 
@@ -106,7 +105,7 @@ class AccessLog:
         given = headers.get("x-request-id", "")
         access = AccessRecord(given if _SANE_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}")
         # The turns of a WebSocket have spans of their own.
-        if endpoint not in _PROBES and scope["type"] == "http":
+        if endpoint not in OPEN_PATHS and scope["type"] == "http":
             access.span = self._tracer.serve(f"{scope['method']} {endpoint}", headers, access.started)
         sent_id = access.http_request_id.encode()
         names = (b"x-request-id", b"request-id") if is_anthropic(scope["path"]) else (b"x-request-id",)
@@ -122,7 +121,7 @@ class AccessLog:
             await self._app({**scope, "access": access, "served_by": self}, receive, send_with_id)
         finally:
             self._answered.labels(endpoint, str(access.status)).inc()
-            say = log.debug if endpoint in _PROBES else log.info
+            say = log.debug if endpoint in OPEN_PATHS else log.info
             access.span.note(access.attributes)
             access.span.fail(f"HTTP status {access.status}" if access.status >= 500 else None)
             access.span.end()

@@ -1,22 +1,20 @@
 """Middleware in front of the API: checks who asks, bounds bodies, and bounds the requests that are served at a time."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
+from contextlib import closing
+from dataclasses import dataclass, field
 
 from prometheus_client import Counter
 from starlette.requests import HTTPConnection, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.client_usage import ClientUsage, ClientUse
-from gateway.endpoints import ENDPOINTS, STATUS_PATHS
+from gateway.client_usage import ClientUsage
+from gateway.endpoints import OPEN_PATHS
 from gateway.errors import ApiError, shown
 from gateway.held_answers import HeldAnswers
 from gateway.keys import ApiKeys, Client
 
-_OPEN_PATHS = frozenset((*STATUS_PATHS, *(endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key)))
-"""Every other path needs a key, whether it exists or not. The status page asks for operators' keys itself: operators
-look at it when the gateway serves as many requests as it may."""
 _BYTES_PER_TOKEN = 8
 """Of a prompt token: as much as an id takes in JSON, so that a prompt counts the same as text and as ids."""
 
@@ -30,23 +28,25 @@ class RequestLimits:
     max_total_bytes: int
 
 
+@dataclass(eq=False)
 class RequestBytes:
     """The bytes that one request counts with. answers: those of what is generated for it."""
 
-    def __init__(self, admission: "Admission") -> None:
-        self._admission = admission
-        self.held = 0
-        self.answers = admission.answers.account()
+    admission: "Admission"
+    held: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.answers = self.admission.answers.account()
 
     def arrived(self, size: int) -> None:
         """Raises ApiError if a body of that size is too large (413), or there is no room for it (429)."""
-        self._admission.check_size(size)
+        self.admission.check_size(size)
         self.body(size)
 
     def body(self, size: int) -> None:
         """Raises ApiError (429) if there is no room for a body of that size."""
         if size > self.held:
-            self._admission.take(size - self.held)
+            self.admission.take(size - self.held)
             self.held = size
 
     def prompt(self, tokens: int) -> None:
@@ -55,68 +55,55 @@ class RequestBytes:
 
     def close(self) -> None:
         """The request is answered, or refused."""
-        self._admission.held -= self.held
+        self.admission.held -= self.held
         self.held = 0
         self.answers.close()
 
 
+@dataclass(eq=False)
 class Admission:
     """ASGI middleware. refused: counts refusals by reason.
 
     keys: None lets everyone in but web pages, which may post only from this gateway's origin and from `origins`.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        keys: ApiKeys | None,
-        limits: RequestLimits,
-        answers: HeldAnswers,
-        usage: ClientUsage,
-        refused: Counter,
-        origins: Sequence[str] = (),
-    ) -> None:
-        self._app = app
-        self.answers = answers
-        self._keys = keys
-        self._limits = limits
-        self._usage = usage
-        self._refused = refused
-        self._origins = frozenset(origins)
-        self.serving = 0
-        """Requests that were admitted and are not answered completely."""
-        self.held = 0
-        """Their bytes."""
+    app: ASGIApp
+    keys: ApiKeys | None
+    limits: RequestLimits
+    answers: HeldAnswers
+    usage: ClientUsage
+    refused: Counter
+    origins: Collection[str] = ()
+    serving: int = field(init=False, default=0)
+    """Requests that were admitted and are not answered completely."""
+    held: int = field(init=False, default=0)
+    """Their bytes."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"].removesuffix("/") in _OPEN_PATHS:
-            await self._app(scope, receive, send)
+        if scope["path"].removesuffix("/") in OPEN_PATHS:
+            await self.app(scope, receive, send)
             return
-        counted = RequestBytes(self)
-        try:
-            client = self._let_in(HTTPConnection(scope))
-            if scope["type"] == "websocket":
-                try:
-                    await self._app({**scope, "key": client.key, "counted": counted}, receive, send)
-                finally:
-                    counted.close()
+        with closing(RequestBytes(self)) as counted:
+            try:
+                client = self._let_in(HTTPConnection(scope))
+                if scope["type"] == "websocket":
+                    await self.app({**scope, "key": client.key, "counted": counted}, receive, send)
+                    return
+                self._admit(client, Request(scope), counted)
+            except ApiError as error:
+                await error.response(scope["path"])(scope, receive, send)
                 return
-            use = self._admit(client, Request(scope), counted)
-        except ApiError as error:
-            counted.close()
-            await error.response(scope["path"])(scope, receive, send)
-            return
-        self.serving += 1
-        try:
-            await self._app({**scope, "counted": counted, "use": use}, self._bounded(receive, counted), send)
-        finally:
-            self.serving -= 1
-            use.close(scope["access"].prepared)
-            counted.close()
+            self.serving += 1
+            own = {"counted": counted, "sender": client, "usage": self.usage}
+            try:
+                await self.app({**scope, **own}, self._bounded(receive, counted), send)
+            finally:
+                self.serving -= 1
+                self.usage.end(client, scope["access"].prepared)
 
     def take(self, size: int) -> None:
         """Raises ApiError (429) if all requests together would hold too many bytes."""
-        if self.held + size > self._limits.max_total_bytes:
+        if self.held + size > self.limits.max_total_bytes:
             raise self._busy("too_many_bytes", "holds as many bytes of requests as it may")
         self.held += size
 
@@ -133,14 +120,14 @@ class Admission:
             self._check_page(request)
         return client
 
-    def _admit(self, client: Client, request: Request, counted: RequestBytes) -> ClientUse:
-        """The client's request. Raises ApiError."""
+    def _admit(self, client: Client, request: Request, counted: RequestBytes) -> None:
+        """Begin the client's request. Raises ApiError."""
         declared = int(request.headers.get("content-length", 0))
         self.check_size(declared)
-        if self.serving >= self._limits.max_concurrent_requests:
+        if self.serving >= self.limits.max_concurrent_requests:
             raise self._busy("too_many_requests", f"serves {self.serving} requests already")
         counted.body(declared)
-        return self._usage.begin(client, time.monotonic())
+        self.usage.begin(client, time.monotonic())
 
     def _check_page(self, request: HTTPConnection) -> None:
         """Raises ApiError for what any web page can have a browser post to a service on the user's own machine.
@@ -152,7 +139,7 @@ class Admission:
             text = f"content-type: expected application/json, found {shown(media_type)}"
             raise self._refused_with("media_type", ApiError(415, text, code="unsupported_media_type"))
         origin = request.headers.get("origin")
-        if self._keys is not None or origin is None or origin in self._origins:
+        if self.keys is not None or origin is None or origin in self.origins:
             return
         if origin.partition("://")[2] != request.headers.get("host"):
             text = f"web pages of {shown(origin)} may not post here: allow them with --allowed-origin of the gateway"
@@ -163,12 +150,12 @@ class Admission:
         bearer = request.headers.get("authorization", "").encode("latin-1")
         alone = b"Bearer " + request.headers.get("x-api-key", "").encode("latin-1")
         for header in (bearer, alone):
-            if self._keys is not None:
-                if client := self._keys.find(header):
+            if self.keys is not None:
+                if client := self.keys.find(header):
                     return client
             elif key := header.partition(b" ")[2].strip():
                 return Client(key)
-        return Client() if self._keys is None else None
+        return Client() if self.keys is None else None
 
     def _bounded(self, receive: Receive, counted: RequestBytes) -> Receive:
         """`receive` that raises ApiError for a body that is too large: not every body declares its length."""
@@ -185,8 +172,8 @@ class Admission:
 
     def check_size(self, size: int) -> None:
         """Raises ApiError (413) if a body of that size is too large."""
-        if size > self._limits.max_body_bytes:
-            text = f"the request body is larger than {self._limits.max_body_bytes} bytes"
+        if size > self.limits.max_body_bytes:
+            text = f"the request body is larger than {self.limits.max_body_bytes} bytes"
             raise self._refused_with("body_too_large", ApiError(413, text, code="request_too_large"))
 
     def _busy(self, reason: str, state: str) -> ApiError:
@@ -194,5 +181,5 @@ class Admission:
         return self._refused_with(reason, ApiError(429, text, code="too_many_requests", retry_after=1.0))
 
     def _refused_with(self, reason: str, error: ApiError) -> ApiError:
-        self._refused.labels(reason=reason).inc()
+        self.refused.labels(reason=reason).inc()
         return error

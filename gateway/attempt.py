@@ -14,7 +14,7 @@ import structlog
 
 from control.messages import FurtherChoice, Generate, Output, Peer, Token
 from control.prompt_logprobs import PromptLogprobs, PromptLogprobTable
-from gateway.errors import ApiError
+from gateway.errors import ApiError, wrong
 from gateway.generation import Generation, NodeFailed, TokenizedRequest
 from gateway.held_answers import HeldBytes
 
@@ -250,7 +250,7 @@ class Attempt:
             return NodeFailed(reason, died=output.finish_reason == "lost")
         if output.finish_reason == "invalid":
             field, reason = self.request.structure_field, output.error or "the request cannot be carried out"
-            return ApiError(400, reason if field is None else f"{field}: {reason}", param=field)
+            return ApiError(400, reason) if field is None else wrong(field, reason)
         log.warning(
             "decode node ended a request with an error",
             request_id=output.request_id,

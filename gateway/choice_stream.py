@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import structlog
@@ -16,9 +16,8 @@ from gateway.attempt import Delta, DeltaSink
 from gateway.decode_client import DecodeClient
 from gateway.detokenizer import ChoiceText
 from gateway.errors import ApiError
+from gateway.generation import TokenizedRequest
 from gateway.held_answers import HeldBytes
-from gateway.preparer import PreparedRequest
-from gateway.tokenizer import CheckpointTokenizer
 
 log = structlog.get_logger(__name__)
 
@@ -36,25 +35,18 @@ class ChoiceStream:
     log probabilities; None if nothing is shared.
     """
 
-    prepared: PreparedRequest
-    number: int
-    tokenizer: CheckpointTokenizer
+    request: TokenizedRequest
+    text: ChoiceText
     metrics: Metrics
     shared_prompt: asyncio.Future[PromptLogprobTable] | None
-
-    def __post_init__(self) -> None:
-        self._request = self.prepared.tokenized[self.number]
-        options = self.prepared.text
-        self._text = ChoiceText(self.tokenizer.detokenizer(options.skipped), options)
-        self._outcome = self._request.outcome
-        self._last = 0.0
-        """When the last token arrived (time.monotonic)."""
+    _last: float = field(init=False, default=0.0)
+    """When the last token arrived (time.monotonic)."""
 
     async def deltas(
         self, client: DecodeClient, held: HeldBytes, sink: DeltaSink
     ) -> AsyncGenerator[Sequence[Delta], None]:
         """Its deltas, as many as are there, but for those that the sink takes. Raises ApiError. Closing it cancels."""
-        request = self._request
+        request, outcome = self.request, self.request.outcome
         log.debug(
             "request arrived",
             request_id=request.request_id,
@@ -65,33 +57,34 @@ class ChoiceStream:
             async with aclosing(client.stream(request, self._read, held, sink)) as answer:
                 async for deltas in answer:
                     if deltas[-1].finish_reason is not None:
-                        self._outcome.reason = deltas[-1].finish_reason
+                        outcome.reason = deltas[-1].finish_reason
                         # The node does not know stop strings: closing the stream makes it stop.
                         await answer.aclose()
                     yield deltas if self.shared_prompt is None else await _with_prompt(deltas, self.shared_prompt)
         except Exception as error:
-            self._outcome.reason = (isinstance(error, ApiError) and error.code) or "error"
+            outcome.reason = (isinstance(error, ApiError) and error.code) or "error"
             raise
         finally:
-            self.metrics.requests_finished.labels(reason=self._outcome.reason).inc()
-            self.metrics.migrations.inc(self._outcome.migrations)
+            self.metrics.requests_finished.labels(reason=outcome.reason).inc()
+            self.metrics.migrations.inc(outcome.migrations)
 
     def _read(self, output: Output) -> Delta:
+        outcome = self.request.outcome
         if output.start == 0:
-            self._outcome.cached_tokens = output.cached_tokens
-        if self._request.generate.counts_drafts:
-            self._outcome.note_drafts(output.drafts)
-        delta = self._text.push(output)
+            outcome.cached_tokens = output.cached_tokens
+        if self.request.generate.counts_drafts:
+            outcome.note_drafts(output.drafts)
+        delta = self.text.push(output)
         if tokens := len(delta.tokens):
             now = time.monotonic()
-            if self._outcome.ttft is None:
-                self._outcome.ttft = now - self._request.arrived
-                self.metrics.ttft.observe(self._outcome.ttft)
+            if outcome.ttft is None:
+                outcome.ttft = now - self.request.arrived
+                self.metrics.ttft.observe(outcome.ttft)
             else:
                 for _ in range(tokens):
                     self.metrics.inter_token.observe((now - self._last) / tokens)
             self._last = now
-            self._outcome.tokens += tokens
+            outcome.tokens += tokens
         return delta
 
 

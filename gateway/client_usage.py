@@ -30,21 +30,30 @@ class ClientUsage:
         self._accounts: dict[str | bytes, _Account] = {}
         """Of keys that have limits."""
 
-    def begin(self, client: Client, now: float) -> "ClientUse":
-        """A request of a client, to be closed. Raises ApiError (429) if that is more than its key allows."""
+    def begin(self, client: Client, now: float) -> None:
+        """A request of a client begins, and has to end. Raises ApiError (429) if that is more than its key allows."""
         account = self._account(client, now)
         most = client.max_concurrent_requests
         if account is not None and most is not None and account.serving >= most:
             raise self._refused("client_requests", f"this key has {most} requests at a time, its limit", 1.0)
-        use = ClientUse(self, client)
-        use.check_tokens(now)
+        self._check_tokens(client, now)
         if account is not None:
             account.serving += 1
         if client.name is not None:
             self._metrics.client_requests.labels(client.name).inc()
-        return use
 
-    def end(self, client: Client, now: float) -> None:
+    def prompt(self, client: Client, tokens: int) -> None:
+        """A request's prompts have so many tokens. Raises ApiError (429) if others used up the client's meanwhile."""
+        now = time.monotonic()
+        self._check_tokens(client, now)
+        self.add(client, "prompt", tokens, now)
+
+    def end(self, client: Client, prepared: PreparedRequest | None) -> None:
+        """A request has ended. prepared: what was generated for it, if anything."""
+        now = time.monotonic()
+        if prepared is not None:
+            self.add(client, "cached", prepared.cached_tokens, now)
+            self.add(client, "generated", prepared.generated_tokens, now)
         if (account := self._account(client, now)) is not None:
             account.serving -= 1
 
@@ -55,7 +64,7 @@ class ClientUsage:
         if kind != "cached" and (account := self._account(client, now)) is not None:
             account.left -= tokens
 
-    def check_tokens(self, client: Client, now: float) -> None:
+    def _check_tokens(self, client: Client, now: float) -> None:
         """Raises ApiError (429) while the client has used up its tokens."""
         account, rate = self._account(client, now), client.tokens_per_minute
         if account is not None and rate is not None and account.left <= 0:
@@ -76,28 +85,3 @@ class ClientUsage:
     def _refused(self, reason: str, state: str, retry_after: float) -> ApiError:
         self._metrics.http_refused.labels(reason=reason).inc()
         return ApiError(429, f"{state}; try again later", code="rate_limit_exceeded", retry_after=retry_after)
-
-
-@dataclass
-class ClientUse:
-    """One request of a client."""
-
-    usage: ClientUsage
-    client: Client
-
-    def check_tokens(self, now: float) -> None:
-        self.usage.check_tokens(self.client, now)
-
-    def prompt(self, tokens: int) -> None:
-        """Its prompts have so many tokens. Raises ApiError (429) if others have used up the client's meanwhile."""
-        now = time.monotonic()
-        self.check_tokens(now)
-        self.usage.add(self.client, "prompt", tokens, now)
-
-    def close(self, prepared: PreparedRequest | None) -> None:
-        """It has ended. prepared: what was generated for it, if anything."""
-        now = time.monotonic()
-        if prepared is not None:
-            self.usage.add(self.client, "cached", prepared.cached_tokens, now)
-            self.usage.add(self.client, "generated", prepared.generated_tokens, now)
-        self.usage.end(self.client, now)

@@ -24,18 +24,6 @@ _SHOWN_REQUESTS = 20
 _AT_NODE = (GenerationPhase.WAITING, GenerationPhase.STREAMING)
 
 
-class NodeHistory(TypedDict):
-    """The last ten minutes, the oldest sample first. None: the node was silent."""
-
-    running_requests: list[int | None]
-    tokens_per_s: list[float | None]
-    queued_tokens: list[int | None]
-    kv_usage: list[float | None]
-    hot_usage: list[float | None]
-    swapped_bytes_per_s: list[float | None]
-    transferred_bytes_per_s: list[float | None]
-
-
 class NodeStatus(TypedDict):
     """A registered node.
 
@@ -43,7 +31,8 @@ class NodeStatus(TypedDict):
     selections of all gateways' requests, in ten minutes. swapped_bytes_per_s, transferred_bytes_per_s: likewise, in the
     last sample. The others: for this one. requests: at it, of which `waiting` have no token. tokens_per_s: generated,
     in the last sample. prompt_tokens, prefix_hit_tokens: of answers that began in ten minutes. cached_tokens: what its
-    prefix cache has; None: not known.
+    prefix cache has; None: not known. history: by the name of a field, its values in ten minutes, the oldest sample
+    first; None: the node was silent.
     """
 
     address: str
@@ -64,7 +53,7 @@ class NodeStatus(TypedDict):
     prompt_tokens: int
     prefix_hit_tokens: int
     cached_tokens: int | None
-    history: NodeHistory
+    history: dict[str, list[float | None]]
 
 
 class RequestStatus(TypedDict):
@@ -96,10 +85,11 @@ class ClusterReport(TypedDict):
 class _Sample(NamedTuple):
     """A node at a time, and what it has done since the sample before."""
 
-    running_requests: int | None
-    queued_tokens: int | None
-    kv_usage: float | None
-    hot_usage: float | None
+    silent: bool
+    running_requests: int
+    queued_tokens: int
+    kv_usage: float
+    hot_usage: float
     since: Counter[str]
     """By name: what `Node.served` and `NodeTotals` count."""
     seconds: float
@@ -117,13 +107,9 @@ class _SampledNode:
     samples: deque[_Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES))
 
     def add(self, node: Node, served: Counter[str], now: float) -> None:
-        since = served - self.served
-        running, queued, usage, hot = (
-            (None, None, None, None)
-            if node.state(now) == "lost"
-            else (node.running_requests, node.load, round(node.kv_usage, 4), round(node.hot_usage, 4))
-        )
-        self.samples.append(_Sample(running, queued, usage, hot, since, now - self.at))
+        since, silent = served - self.served, node.state(now) == "lost"
+        load = node.beat.running_requests, node.load, round(node.beat.kv_usage, 4), round(node.beat.hot_usage, 4)
+        self.samples.append(_Sample(silent, *load, since, now - self.at))
         self.served, self.at = served, now
 
 
@@ -145,12 +131,12 @@ class ClusterStatus:
     def sample(self, now: float) -> None:
         """Take a sample of each node. The first look at a node is none: it says from where to count."""
         at_nodes: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        for attempt in self._client.attempts:
+        for attempt in self._client.attempts.values():
             at_nodes[attempt.node.boot_id] += attempt.served
         sampled, self._sampled = self._sampled, {}
-        for node in self._registry.nodes:
+        for node in self._registry.nodes.values():
             boot = node.peer.boot_id
-            served = node.served + at_nodes[boot] + node.totals
+            served = node.served + at_nodes[boot] + Counter(node.beat.totals.model_dump())
             known = self._sampled[boot] = sampled.get(boot) or _SampledNode(served, now)
             if now > known.at:
                 known.add(node, served, now)
@@ -158,7 +144,7 @@ class ClusterStatus:
     def report(self, now: float) -> ClusterReport:
         generations = self._client.generations
         phases = Counter(generation.phase.value for generation in generations)
-        here = Counter((each.node.boot_id, each.generation.phase) for each in self._client.attempts)
+        here = Counter((each.node.boot_id, each.generation.phase) for each in self._client.attempts.values())
 
         def waits(generation: Generation) -> tuple[int, float]:
             """Those that get tokens all the time differ by noise: the oldest comes first."""
@@ -171,7 +157,8 @@ class ClusterStatus:
             "samples": SAMPLES,
             "phases": {phase.value: phases[phase.value] for phase in (GenerationPhase.PLACING, *_AT_NODE)},
             "nodes": sorted(
-                (self._node(node, here, now) for node in self._registry.nodes), key=lambda each: each["address"]
+                (self._node(node, here, now) for node in self._registry.nodes.values()),
+                key=lambda each: each["address"],
             ),
             "slowest": [_request(each, now) for each in sorted(generations, key=waits)[:_SHOWN_REQUESTS]],
         }
@@ -183,18 +170,18 @@ class ClusterStatus:
         def total(name: str) -> int:
             return sum(sample.since[name] for sample in samples)
 
-        def rates(name: str) -> list[float | None]:
-            return [None if sample.kv_usage is None else sample.rate(name) for sample in samples]
+        def history(read: Callable[[_Sample], float]) -> list[float | None]:
+            return [None if sample.silent else read(sample) for sample in samples]
 
         return {
             "address": node.peer.address,
             "role": node.offer.role,
             "state": node.state(now),
             "heartbeat_age_s": round(now - node.last_heartbeat, 1),
-            "running_requests": node.running_requests,
+            "running_requests": node.beat.running_requests,
             "queued_tokens": node.load,
-            "kv_usage": round(node.kv_usage, 4),
-            "hot_usage": round(node.hot_usage, 4),
+            "kv_usage": round(node.beat.kv_usage, 4),
+            "hot_usage": round(node.beat.hot_usage, 4),
             "hits": total("hits"),
             "misses": total("misses"),
             "swapped_bytes_per_s": samples[-1].rate("swapped_bytes") if samples else 0.0,
@@ -206,13 +193,13 @@ class ClusterStatus:
             "prefix_hit_tokens": total("cached"),
             "cached_tokens": self._registry.cached_tokens(node.peer),
             "history": {
-                "running_requests": [sample.running_requests for sample in samples],
-                "tokens_per_s": rates("generated"),
-                "queued_tokens": [sample.queued_tokens for sample in samples],
-                "kv_usage": [sample.kv_usage for sample in samples],
-                "hot_usage": [sample.hot_usage for sample in samples],
-                "swapped_bytes_per_s": rates("swapped_bytes"),
-                "transferred_bytes_per_s": rates("transferred_bytes"),
+                "running_requests": history(lambda sample: sample.running_requests),
+                "tokens_per_s": history(lambda sample: sample.rate("generated")),
+                "queued_tokens": history(lambda sample: sample.queued_tokens),
+                "kv_usage": history(lambda sample: sample.kv_usage),
+                "hot_usage": history(lambda sample: sample.hot_usage),
+                "swapped_bytes_per_s": history(lambda sample: sample.rate("swapped_bytes")),
+                "transferred_bytes_per_s": history(lambda sample: sample.rate("transferred_bytes")),
             },
         }
 

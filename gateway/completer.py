@@ -16,6 +16,7 @@ from gateway.attempt import Delta, DeltaSink
 from gateway.choice_stream import ChoiceStream, merged
 from gateway.config import GatewayConfig
 from gateway.decode_client import DecodeClient
+from gateway.detokenizer import ChoiceText
 from gateway.errors import ApiError, shown, timed_out
 from gateway.held_answers import HeldBytes
 from gateway.keys import Client
@@ -144,13 +145,16 @@ class Completer:
 
         held: counts deltas that nobody has taken yet. sink: takes deltas if there is one answer only.
         """
-        count, per_prompt = len(prepared.tokenized), prepared.request.computed_choices
+        count, per_prompt, text = len(prepared.tokenized), prepared.request.computed_choices, prepared.text
         shared: list[asyncio.Future[PromptLogprobTable] | None] = [None] * count
         if prepared.shares_prompt_logprobs:
             for start in range(0, count, per_prompt):
                 shared[start : start + per_prompt] = [asyncio.get_running_loop().create_future()] * per_prompt
         only = sink if sink is not None and count == 1 else DeltaSink()
-        choices = [ChoiceStream(prepared, i, self.tokenizer, self.metrics, shared[i]) for i in range(count)]
+        choices = [
+            ChoiceStream(request, ChoiceText(self.tokenizer.detokenizer(text.skipped), text), self.metrics, prompt)
+            for request, prompt in zip(prepared.tokenized, shared, strict=True)
+        ]
         return merged([choice.deltas(self.client, held, only) for choice in choices])
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ The client is told what kind of failure it was, and the request's id. The nodes'
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 
 import structlog
@@ -43,10 +43,10 @@ class DecodeClient:
         self._control = control
         self._limits = limits
         self._registry = registry
-        self._attempts: dict[str, Attempt] = {}
-        """By the id of the try."""
-        self._generations: dict[Generation, None] = {}
-        """In the order in which they began."""
+        self.attempts: dict[str, Attempt] = {}
+        """Requests that are at a node now, by the id of the try."""
+        self.generations: dict[Generation, None] = {}
+        """All requests that have begun and not ended, the oldest first."""
         self._groups: dict[str, dict[str, Attempt]] = {}
         """The same attempts by group: choices of one prompt."""
         self._pending: dict[str, PendingGroup] = {}
@@ -55,31 +55,12 @@ class DecodeClient:
         """By key of each repeated Cancel: the node that it is sent to, and until when."""
         self._closed = False
 
-    @property
-    def waiting(self) -> int:
-        """Requests of which no token has arrived."""
-        return sum(not attempt.received for attempt in self._attempts.values())
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._attempts)
-
-    @property
-    def attempts(self) -> Collection[Attempt]:
-        """Requests that are at a node now."""
-        return self._attempts.values()
-
-    @property
-    def generations(self) -> Collection[Generation]:
-        """All requests that have begun and not ended, the oldest first."""
-        return self._generations.keys()
-
     async def stream(
         self, request: TokenizedRequest, read: Callable[[Output], Delta], held: HeldBytes, sink: DeltaSink
     ) -> AsyncGenerator[Sequence[Delta], None]:
         """What `read` makes of outputs, less what the sink takes. Raises ApiError. Closing it cancels the request."""
         generation = Generation(request, self._limits)
-        self._generations[generation] = None
+        self.generations[generation] = None
         try:
             while True:
                 attempt = await self._place(generation, read, held, sink)
@@ -101,7 +82,7 @@ class DecodeClient:
                 finally:
                     self._end(attempt)
         finally:
-            del self._generations[generation]
+            del self.generations[generation]
             generation.move(GenerationPhase.ENDED)
 
     def deliver(self, sender: Peer, message: Accepted | Rejected | Outputs) -> None:
@@ -131,7 +112,7 @@ class DecodeClient:
             # If this gateway was stopped itself, that it heard nobody says nothing about the nodes.
             stopped = now - swept > 1.0 + SWEEP_S
             swept, pause = now, SWEEP_S
-            for attempt in self._attempts.values():
+            for attempt in self.attempts.values():
                 silent = now - max(attempt.started, self._control.last_heard(attempt.node.boot_id) or 0.0)
                 if silent <= SILENT_AFTER_S:
                     # A stream waits for it: the next look is not later than the node may be found silent.
@@ -155,10 +136,10 @@ class DecodeClient:
     async def close(self, timeout: float) -> None:
         """End every request with an error, and wait until the decode nodes have confirmed that they stopped."""
         self._closed = True
-        for attempt in self._attempts.values():
+        for attempt in self.attempts.values():
             attempt.fail(unavailable("the gateway is shutting down"))
         until = time.monotonic() + timeout
-        while (self._attempts or self._cancelling) and time.monotonic() < until:
+        while (self.attempts or self._cancelling) and time.monotonic() < until:
             await asyncio.sleep(0.01)
 
     async def _place(
@@ -229,7 +210,7 @@ class DecodeClient:
         attempt = Attempt(generation, generation.placed(self._registry.rank_group(node)), node, now, read, held, sink)
         request_id = attempt.generate.request_id
         request.outcome.nodes.append(node.address)
-        self._attempts[request_id] = attempt
+        self.attempts[request_id] = attempt
         self._groups.setdefault(group, {})[request_id] = attempt
         attempt.pending = pending.by_node.setdefault(node.boot_id, PendingGenerate(node))
         attempt.pending.unanswered[request_id] = attempt.generate
@@ -254,7 +235,7 @@ class DecodeClient:
             pending.key = _key("generate", message.request_id, pending.node)
             self._control.repeat(pending.key, pending.node, message.model_copy(update=for_prefill))
             for request_id in pending.unanswered:
-                self._attempts[request_id].generation.span.note(
+                self.attempts[request_id].generation.span.note(
                     lambda: {"candidates": self._registry.candidates("prefill", now, group_pending.cached)}
                 )
             if prefill_nodes:
@@ -264,7 +245,7 @@ class DecodeClient:
     def _end(self, attempt: Attempt) -> None:
         """The one way in which an attempt ends."""
         request_id, group = attempt.generate.request_id, attempt.request.group
-        del self._attempts[request_id], self._groups[group][request_id]
+        del self.attempts[request_id], self._groups[group][request_id]
         if not self._groups[group]:
             del self._groups[group]
         self._registry.count_served(attempt.node, attempt.served)
@@ -326,7 +307,7 @@ class DecodeClient:
             self._control.repeat(key, node, Resend(request_id=request_id, start=gap.start))
 
     def _attempt(self, request_id: str, sender: Peer) -> Attempt | None:
-        attempt = self._attempts.get(request_id)
+        attempt = self.attempts.get(request_id)
         return attempt if attempt is not None and attempt.node.boot_id == sender.boot_id else None
 
 

@@ -3,7 +3,8 @@
 import codecs
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from tokenizers import Tokenizer, decoders
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -22,8 +23,6 @@ _CHARACTER = 4
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 """How sentencepiece spells a single byte, for text that is not in its vocabulary."""
 
-Decode = Callable[[Sequence[int]], str]
-
 
 class TokenBytes:
     """The bytes of a tokenizer's tokens. Any thread may call it."""
@@ -37,20 +36,13 @@ class TokenBytes:
         is_byte_level = decoder is not None and decoder.decode(["\u0120"]) == " "
         # GPT-2's characters for bytes, which every byte-level tokenizer uses.
         self._byte_of = {char: byte for byte, char in bytes_to_unicode().items()} if is_byte_level else {}
-        self._known: dict[int, bytes] = {}
-        """Those that were asked for, at most the vocabulary."""
-
-    def of(self, token_id: int) -> bytes:
+        self.of: Callable[[int], bytes] = lru_cache(tokenizer.get_vocab_size())(self._of)
         """The token's bytes, which may be part of a character; none of an id that the tokenizer does not know."""
-        known = self._known.get(token_id)
-        if known is None:
-            spelled = self._tokenizer.id_to_token(token_id)
-            if spelled is None:
-                return b""
-            known = self._known[token_id] = self._of(token_id, spelled)
-        return known
 
-    def _of(self, token_id: int, spelled: str) -> bytes:
+    def _of(self, token_id: int) -> bytes:
+        spelled = self._tokenizer.id_to_token(token_id)
+        if spelled is None:
+            return b""
         if self._byte_of:
             # As the decoder has it: added tokens are spelled as they are, unless they look like bytes.
             is_bytes = all(character in self._byte_of for character in spelled)
@@ -62,27 +54,25 @@ class TokenBytes:
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
 
+@dataclass(eq=False, slots=True)
 class ByteDetokenizer:
     """Text deltas that together equal the text of all tokens decoded at once: for tokenizers whose text is their bytes.
 
-    Each token is decoded once, so this takes a fraction of the time that a window takes.
+    Each token is decoded once, so this takes a fraction of the time that a window takes. skipped: ids that are not part
+    of the text.
     """
 
-    __slots__ = ("_bytes_of", "_rest", "_skipped")
-
-    def __init__(self, bytes_of: Callable[[int], bytes], skipped: Collection[int]) -> None:
-        """skipped: ids that are not part of the text."""
-        self._bytes_of = bytes_of
-        self._skipped = skipped
-        self._rest = b""
-        """The beginning of a character whose other bytes have not come."""
+    bytes_of: Callable[[int], bytes]
+    skipped: Collection[int]
+    _rest: bytes = field(init=False, default=b"")
+    """The beginning of a character whose other bytes have not come."""
 
     def push(self, token_id: int) -> str:
         """The text that has become certain with this token."""
-        if token_id in self._skipped:
+        if token_id in self.skipped:
             return ""
         # As codecs' incremental decoder does it, in fewer steps.
-        data = self._rest + self._bytes_of(token_id)
+        data = self._rest + self.bytes_of(token_id)
         text, decoded = codecs.utf_8_decode(data, "replace", False)
         self._rest = data[decoded:]
         return text
@@ -93,30 +83,31 @@ class ByteDetokenizer:
         return rest.decode(errors="replace")
 
 
+@dataclass(eq=False)
 class WindowDetokenizer:
     """Returns text deltas that together equal the text of all tokens decoded at once, whatever the tokenizer.
 
     A token cannot be decoded alone: it may end inside a character, and some tokenizers drop the space before the first
     token. So a sliding window of the last tokens is decoded (after the prefix windows of text-generation-inference and
     vLLM), and text is returned once no further token can change it. The window bounds the cost of a token.
+
+    skips: whether `decode` leaves an id out. Such ids take no place in the window.
     """
 
-    def __init__(self, decode: Decode, skips: Callable[[int], bool]) -> None:
-        """skips: whether `decode` leaves an id out. Such ids take no place in the window."""
-        self._decode = decode
-        self._skips = skips
-        self._window: list[int] = []
-        self._text = ""
-        """The window, decoded."""
-        self._given = 0
-        """Characters of `_text` that have been returned."""
+    decode: Callable[[Sequence[int]], str]
+    skips: Callable[[int], bool]
+    _window: list[int] = field(init=False, default_factory=list)
+    _text: str = field(init=False, default="")
+    """The window, decoded."""
+    _given: int = field(init=False, default=0)
+    """Characters of `_text` that have been returned."""
 
     def push(self, token_id: int) -> str:
         """The text that has become certain with this token."""
-        if self._skips(token_id):
+        if self.skips(token_id):
             return ""
         self._window.append(token_id)
-        self._text = self._decode(self._window)
+        self._text = self.decode(self._window)
         # Replacement characters at the end may become a character with the next token.
         delta = self._give(len(self._text.rstrip(_INCOMPLETE)))
         certain = self._given == len(self._text)
@@ -141,7 +132,7 @@ class WindowDetokenizer:
         """
         cut = len(self._window) - _OVERLAP
         for _ in range(_CHARACTER):
-            kept = self._decode(self._window[cut:])
+            kept = self.decode(self._window[cut:])
             if kept[-1:] == self._text[-1:]:
                 break
             # With some tokenizers a character that is cut in two changes the characters after it.
@@ -184,14 +175,11 @@ class StopMatcher:
             end, start, self.stop = min(found)
             released, self._held = self._held[: end if self._includes_stop else start], ""
             return released
-        return self._release(self._start_of_candidate())
+        return self._release(len(self._held) - max(overlap(self._held, 0, stop) for stop in self._stops))
 
     def finish(self) -> str:
         """The text that was held back, at the end of the answer."""
         return self._release(len(self._held))
-
-    def _start_of_candidate(self) -> int:
-        return len(self._held) - max(overlap(self._held, 0, stop) for stop in self._stops)
 
     def _release(self, end: int) -> str:
         released, self._held = self._held[:end], self._held[end:]

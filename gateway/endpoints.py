@@ -121,3 +121,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     ),
     Computes("/detokenize", "Text of tokens", lookups.Detokenized, DetokenizeRequest, lookups.detokenize),
 )
+
+OPEN_PATHS = frozenset((*STATUS_PATHS, *(endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key)))
+"""Every other path needs a key, whether it exists or not. The status page asks for operators' keys itself: operators
+look at it when the gateway serves as many requests as it may."""

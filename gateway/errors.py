@@ -117,6 +117,11 @@ def brief(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def wrong(field: str, reason: str) -> ApiError:
+    """A field of the body cannot be carried out as it is."""
+    return ApiError(400, f"{field}: {reason}", param=field)
+
+
 def context_length_exceeded(limit: str, however: str, anthropic: str, param: str | None = None) -> ApiError:
     """By these words of OpenAI's and Anthropic's APIs, agents know that a shorter prompt would do."""
     message = f"This model's maximum context length is {limit}. However, {however}"

@@ -11,6 +11,7 @@ import secrets
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from base.errors import StartupError
@@ -55,15 +56,17 @@ class ApiKeys:
         operator_file: Path | None = None,
     ) -> None:
         """priority_file, operator_file: have further keys, of clients that may go before others, or are operators."""
-        self._fixed = [
-            _Key(_digest(_checked(key, f"--api-key or {API_KEYS_VARIABLE}")), Client(name=UNNAMED)) for key in keys
-        ]
+        self._fixed = [_Key(_digest(key, f"--api-key or {API_KEYS_VARIABLE}"), Client(name=UNNAMED)) for key in keys]
         named = (
             ("--api-key-file", file, Client()),
             ("--priority-key-file", priority_file, Client(goes_first=True)),
             ("--operator-key-file", operator_file, Client(operates=True)),
         )
-        self._files = [_watched(flag, path, rights) for flag, path, rights in named if path is not None]
+        self._files = [
+            WatchedFiles((path,), partial(_read, flag, path, rights))
+            for flag, path, rights in named
+            if path is not None
+        ]
 
     def __len__(self) -> int:
         return len(self._accepted())
@@ -80,10 +83,6 @@ class ApiKeys:
 
     def _accepted(self) -> list[_Key]:
         return [*self._fixed, *(key for file in self._files for key in file.get())]
-
-
-def _watched(flag: str, file: Path, rights: Client) -> WatchedFiles[list[_Key]]:
-    return WatchedFiles((file,), lambda: _read(flag, file, rights))
 
 
 def _read(flag: str, file: Path, rights: Client) -> list[_Key]:
@@ -119,15 +118,11 @@ def _key(words: Sequence[str], source: str, rights: Client) -> _Key:
         max_concurrent_requests=None if requests is None else int(requests),
         tokens_per_minute=None if tokens is None else int(tokens),
     )
-    return _Key(_digest(_checked(words[0], source)), client)
+    return _Key(_digest(words[0], source), client)
 
 
-def _checked(key: str, source: str) -> str:
-    """The key. Raises StartupError, which names the source but never the key."""
+def _digest(key: str, source: str) -> bytes:
+    """Of an accepted key. Raises StartupError for one that no client could send. It names the source, never the key."""
     if not re.fullmatch(r"[!-~]+", key):
         raise StartupError(f"{source}: a key must be printable ASCII without spaces, and not empty")
-    return key
-
-
-def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()

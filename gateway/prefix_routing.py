@@ -6,7 +6,7 @@ a whole one when the acknowledged serial shows that one was missed. So the index
 either side, and applying an update twice is applying it once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -47,8 +47,7 @@ class PrefixIndex:
 
     def serial(self, boot_id: str) -> int:
         """Of a node's last update before which none is missing; 0 if there is none."""
-        node = self._nodes.get(boot_id)
-        return node.serial if node else 0
+        return self._nodes.get(boot_id, _NodeBlocks()).serial
 
     def forget(self, boot_id: str) -> None:
         """That process is gone."""
@@ -56,8 +55,7 @@ class PrefixIndex:
 
     def blocks(self, boot_id: str) -> int:
         """How many blocks are known of a node."""
-        node = self._nodes.get(boot_id)
-        return len(node.known) if node else 0
+        return len(self._nodes.get(boot_id, _NodeBlocks()).known)
 
     def matched(self, hashes: BlockHashes) -> dict[str, int]:
         """By boot id, how many first tokens of a prompt a node has; they count as used. hashes: uint64 [blocks]."""
@@ -79,20 +77,19 @@ class PrefixIndex:
             del known[next(iter(known))]
 
 
-def ranked(nodes: Sequence[str], cached: Mapping[str, int], load: Mapping[str, int]) -> list[str]:
+def ranked(load: Mapping[str, int], cached: Mapping[str, int]) -> list[str]:
     """The nodes, first that for which cached tokens of the prompt, less tokens of load that are too many, are the most.
 
-    nodes: by any name. cached: tokens of the prompt that a node has, 0 where it is missing. load: outstanding tokens of
-    each node. A token that is cached outweighs one token that the node is fuller than the emptiest one, and of that as
+    load: outstanding tokens of each node, by any name. cached: tokens of the prompt that a node has, 0 where it is
+    missing. A token that is cached outweighs one token that the node is fuller than the emptiest one, and of that as
     much as the mean load counts for nothing: so sessions do not move for small differences, and a long prefix moves
     only for a large one. Of equal nodes the emptiest comes first, and then the first.
     """
-    if not nodes:
+    if not load:
         return []
-    least = min(load[node] for node in nodes)
-    tolerated = least + TOLERANCE * sum(load[node] for node in nodes) / len(nodes)
+    tolerated = min(load.values()) + TOLERANCE * sum(load.values()) / len(load)
 
     def worth(node: str) -> tuple[float, int]:
         return cached.get(node, 0) - max(0.0, load[node] - tolerated), -load[node]
 
-    return sorted(nodes, key=worth, reverse=True)
+    return sorted(load, key=worth, reverse=True)

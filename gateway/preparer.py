@@ -12,7 +12,7 @@ from control.grammar import Grammar, Lark
 from control.messages import DraftCounts, Generate
 from gateway.config import GatewayConfig
 from gateway.detokenizer import TextOptions
-from gateway.errors import ApiError, shown
+from gateway.errors import ApiError, shown, wrong
 from gateway.formats.conversation import FormatError
 from gateway.formats.families import ChatFormat, ChatReading, choose_format
 from gateway.generation import TokenizedRequest
@@ -174,10 +174,8 @@ class Preparer:
         tools = request.usable_tools
         calls = request.call_rules()
         if tools and not (self._chat_format.knows_tools or calls.forced):
-            message = (
-                "tools: this model's chat template has no place for them: only a call can be required (tool_choice)"
-            )
-            raise ApiError(400, message, param="tools")
+            reason = "this model's chat template has no place for them: only a call can be required (tool_choice)"
+            raise wrong("tools", reason)
         try:
             prompt = self._chat_format.render(
                 [message.rendered() for message in request.messages],
@@ -188,7 +186,7 @@ class Preparer:
                 may_reason=request.may_reason,
             )
         except FormatError as error:
-            raise ApiError(400, f"messages: {error}", param="messages") from error
+            raise wrong("messages", str(error)) from error
         token_ids = self.tokenizer.encode(prompt.text, special_tokens=special_tokens)
         return token_ids, ChatReading(self._chat_format, calls, prompt.reasoning)
 
@@ -224,12 +222,11 @@ def _check_settings(firsts: Sequence[TokenizedRequest]) -> None:
         return
     size = len(firsts[0].generate.model_dump_json(exclude={"prompt_ids"}, exclude_defaults=True))
     if size * len(firsts) > MAX_SETTINGS_BYTES:
-        raise ApiError(
-            400,
-            f"prompt: each of {len(firsts)} prompts takes {size} bytes of settings (allowed_token_ids, bad_words, "
+        raise wrong(
+            "prompt",
+            f"each of {len(firsts)} prompts takes {size} bytes of settings (allowed_token_ids, bad_words, "
             f"logit_bias, the structure of the answer); all together may take {MAX_SETTINGS_BYTES}. Send fewer prompts "
             "at a time.",
-            param="prompt",
         )
 
 
@@ -264,7 +261,7 @@ def _grammar(
             calls = reading.call_grammar(structure, added_ids)
         except FormatError as error:
             names = shown(", ".join(reading.calls.tools.names))
-            raise ApiError(400, f"tools: {error}: {names}", param="tools") from error
+            raise wrong("tools", f"{error}: {names}") from error
         if calls is not None:
             field, structure = "tools", Lark(grammar=calls)
     return field, None if structure is None else Grammar(structure=structure, after=after)

@@ -3,8 +3,8 @@
 import asyncio
 import gc
 import signal
-import socket
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import structlog
@@ -100,11 +100,13 @@ class Gateway:
         self.lifecycle = Lifecycle(config.drain_timeout)
         check_clients(config.host, keys is not None, config.insecure)
         check_processes("--control-host", config.bound_control_host, config.key_dir, config.insecure)
-        self._listener = bind_http(config.host, config.port)
-        self._metrics_listener: socket.socket | None = None
-        try:
-            if config.metrics_port is not None:
-                self._metrics_listener = bind_http(config.host, config.metrics_port, "--metrics-port")
+        with ExitStack() as opened:
+            self._listener = opened.enter_context(bind_http(config.host, config.port))
+            self._metrics_listener = (
+                None
+                if config.metrics_port is None
+                else opened.enter_context(bind_http(config.host, config.metrics_port, "--metrics-port"))
+            )
             tokenizer = CheckpointTokenizer(str(config.model_path), config.chat_template)
             context_length = _context_length(config, tokenizer)
             limits = _request_limits(config, context_length)
@@ -123,11 +125,7 @@ class Gateway:
                 self._hand_over,
                 keys=cluster_keys,
             )
-        except StartupError:
-            for listener in (self._listener, self._metrics_listener):
-                if listener is not None:
-                    listener.close()
-            raise
+            opened.pop_all()
         self._refused: dict[str, str] = {}
         """By address, why a node was refused last. It asks every second but is logged once."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -210,7 +208,7 @@ class Gateway:
         stopping = asyncio.create_task(self._drained())
         awaited: list[asyncio.Future[Any]] = [serving, stopping, *running]
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-        log.info("gateway stops", requests=self._client.in_flight)
+        log.info("gateway stops", requests=len(self._client.attempts))
         for server in self._servers:
             server.should_exit = True
         await self._client.close(_CANCEL_AT_STOP_S)
@@ -233,7 +231,7 @@ class Gateway:
     async def _drained(self) -> None:
         """Wait until told to stop, and then until no request is left or draining is over."""
         await self._stopping.wait()
-        while self.lifecycle.phase is Phase.DRAINING and self._client.in_flight:
+        while self.lifecycle.phase is Phase.DRAINING and self._client.attempts:
             await asyncio.sleep(0.05)
 
     async def _watch_nodes(self) -> None:
@@ -291,8 +289,9 @@ class Gateway:
         self.metrics.nodes.labels(role="prefill").set(self.registry.count("prefill", now))
         self.metrics.nodes.labels(role="decode").set(self.registry.count("decode", now))
         self.metrics.kv_usage.set(self.registry.kv_usage(now))
-        self.metrics.requests.labels(state="waiting").set(self._client.waiting)
-        self.metrics.requests.labels(state="running").set(self._client.in_flight - self._client.waiting)
+        waiting = sum(not attempt.received for attempt in self._client.attempts.values())
+        self.metrics.requests.labels(state="waiting").set(waiting)
+        self.metrics.requests.labels(state="running").set(len(self._client.attempts) - waiting)
         self.metrics.answer_bytes.set(self._answers.held)
         self.metrics.note_control(self.control.malformed, self.control.undeliverable, self.control.refused)
 

@@ -5,7 +5,7 @@ again as soon as it is heard, and forgotten after a minute. Pure logic: time is 
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
@@ -38,17 +38,12 @@ class Node:
 
     peer: Peer
     offer: Register
+    beat: Heartbeat
+    """The last one; before the first, one that says that the node is ready and has nothing to do."""
     last_heartbeat: float
-    ready: bool = True
     leaving: bool = False
     lost: bool = False
     """Whether it was found silent, at the last look."""
-    reported_tokens: int = 0
-    running_requests: int = 0
-    kv_usage: float = 0.0
-    hot_usage: float = 0.0
-    totals: Counter[str] = field(default_factory=Counter)
-    """What its last heartbeat says of all that it has done (`NodeTotals`)."""
     served: Counter[str] = field(default_factory=Counter)
     """Tokens of requests of this gateway that it has no more: `generated`, and of prompts `prompt` and `cached`."""
     assigned_tokens: int = 0
@@ -56,7 +51,7 @@ class Node:
 
     @property
     def load(self) -> int:
-        return self.reported_tokens + self.assigned_tokens
+        return self.beat.queued_tokens + self.assigned_tokens
 
     def live(self, now: float) -> bool:
         return not self.leaving and now - self.last_heartbeat <= SILENT_AFTER_S
@@ -64,7 +59,7 @@ class Node:
     def state(self, now: float) -> NodeState:
         if now - self.last_heartbeat > SILENT_AFTER_S:
             return "lost"
-        return "leaving" if self.leaving else "ready" if self.ready else "not ready"
+        return "leaving" if self.leaving else "ready" if self.beat.ready else "not ready"
 
 
 @dataclass(frozen=True)
@@ -76,32 +71,30 @@ class Capacity:
 
 
 class NodeRegistry:
-    """Known nodes by address. Not thread safe: the gateway's event loop owns it."""
+    """Known nodes. Not thread safe: the gateway's event loop owns it."""
 
     def __init__(self, checkpoint: CheckpointIdentity | None = None, caches: PrefixIndex | None = None) -> None:
         """checkpoint: this gateway's, which nodes must have. caches: what nodes have; None if it does not matter."""
         self._checkpoint = checkpoint
         self._caches = caches
-        self._nodes: dict[str, Node] = {}
+        self.nodes: dict[str, Node] = {}
+        """By address, all that are registered, the silent ones included until they are forgotten."""
 
     def register(self, peer: Peer, offer: Register, now: float) -> Registered | Refused:
         """Register a node, or say how it differs from the live nodes. A new boot at an address replaces the old one."""
         self._forget_silent(now)
-        known = self._nodes.get(peer.address)
-        if known is not None and known.peer.boot_id != peer.boot_id:
-            self._forget(known)
-            known = None
+        if self.replaced(peer):
+            self._forget(peer)
         if peer.role != offer.role:
             return Refused(via=offer.via, reason=f"a {peer.role} process cannot register as {offer.role} node")
-        reason = self._mismatch_reason(peer, offer, now)
-        if reason:
-            if known is not None:
-                self._forget(known)
+        if reason := self._mismatch_reason(peer, offer, now):
+            self._forget(peer)
             return Refused(via=offer.via, reason=f"{offer.role} node {peer.address} refused: {reason}")
-        if known is None:
-            self._nodes[peer.address] = Node(peer, offer, last_heartbeat=now)
-        else:
+        if known := self._find(peer):
             known.offer, known.last_heartbeat, known.leaving = offer, now, False
+        else:
+            idle = Heartbeat(via=offer.via, ready=True, queued_tokens=0)
+            self.nodes[peer.address] = Node(peer, offer, idle, last_heartbeat=now)
         return Registered(via=offer.via)
 
     def knows(self, peer: Peer) -> bool:
@@ -112,24 +105,19 @@ class NodeRegistry:
         """Note a node's load. A node that is unknown, or that differs from the others by now, must register again."""
         self._forget_silent(now)
         node = self._find(peer)
-        silent = node is not None and not node.live(now) and not node.leaving
-        if node is not None and silent and self._mismatch_reason(peer, node.offer, now):
-            self._forget(node)
+        if node is not None and not (node.leaving or node.live(now)) and self._mismatch_reason(peer, node.offer, now):
+            self._forget(peer)
             node = None
         if node is None:
             return HeartbeatAck(via=beat.via, known=False)
-        node.last_heartbeat = now
-        node.ready = beat.ready
-        node.reported_tokens, node.assigned_tokens = beat.queued_tokens, 0
-        node.running_requests, node.kv_usage, node.hot_usage = beat.running_requests, beat.kv_usage, beat.hot_usage
-        node.totals = Counter(beat.totals.model_dump())
+        node.beat, node.last_heartbeat, node.assigned_tokens = beat, now, 0
         return HeartbeatAck(
             via=beat.via,
             known=True,
             prefill_nodes=tuple(self.rank_prefill(now)),
             longest_prompts=self.longest_prompts(now),
             prefill_ranks=self.prefill_ranks(now),
-            leaving=tuple(n.peer.boot_id for n in self._nodes.values() if n.offer.role == "prefill" and n.leaving),
+            leaving=tuple(n.peer.boot_id for n in self.nodes.values() if n.offer.role == "prefill" and n.leaving),
             cache_serial=None if self._caches is None else self._caches.serial(peer.boot_id),
         )
 
@@ -140,7 +128,7 @@ class NodeRegistry:
 
     def liveness_changes(self, now: float) -> list[tuple[Peer, bool]]:
         """Nodes that have fallen silent since the last call, or are heard again, and whether they are live."""
-        changed = [n for n in self._nodes.values() if not n.leaving and n.lost is n.live(now)]
+        changed = [n for n in self.nodes.values() if not n.leaving and n.lost is n.live(now)]
         for node in changed:
             node.lost = not node.lost
         return [(node.peer, not node.lost) for node in changed]
@@ -163,8 +151,7 @@ class NodeRegistry:
             if node.peer.boot_id not in exclude and node.offer.max_request_tokens >= tokens
         ]
         others = [node for node in candidates if not {node.offer.rank_group, node.peer.boot_id} & set(avoid)]
-        best = _ranked(others or candidates, cached)
-        return best[0] if best else None
+        return next(iter(_ranked(others or candidates, cached)), None)
 
     def rank_group(self, peer: Peer) -> str:
         """Of that process: the same for all that die with it. Empty if it is a node of its own, or unknown."""
@@ -211,18 +198,13 @@ class NodeRegistry:
         if node := self._find(peer):
             node.served += tokens
 
-    @property
-    def nodes(self) -> Iterable[Node]:
-        """All that are registered, the silent ones included until they are forgotten."""
-        return self._nodes.values()
-
     def cached_tokens(self, peer: Peer) -> int | None:
         """How many tokens a node's prefix cache is known to have; None if that does not matter."""
         return None if self._caches is None else self._caches.blocks(peer.boot_id) * BLOCK_TOKENS
 
     def replaced(self, peer: Peer) -> bool:
         """Whether another boot has that process's address, which proves the process dead."""
-        node = self._nodes.get(peer.address)
+        node = self.nodes.get(peer.address)
         return node is not None and node.peer.boot_id != peer.boot_id
 
     def capacity(self, context_length: int, now: float) -> Capacity:
@@ -244,7 +226,7 @@ class NodeRegistry:
 
     def lacks_prefill(self, now: float) -> bool:
         """Whether decode nodes are ready, and none can be used, since nobody prefills."""
-        return not self._usable_decode(now) and any(node.ready for node in self._live(now, "decode"))
+        return not self._usable_decode(now) and any(node.beat.ready for node in self._live(now, "decode"))
 
     def count(self, role: Role, now: float) -> int:
         return len(self._live(now, role))
@@ -252,25 +234,25 @@ class NodeRegistry:
     def kv_usage(self, now: float) -> float:
         """The part of their host slots that requests hold, the mean of the live decode nodes; 0 without any."""
         live = self._live(now, "decode")
-        return sum(node.kv_usage for node in live) / max(1, len(live))
+        return sum(node.beat.kv_usage for node in live) / max(1, len(live))
 
     def _find(self, peer: Peer) -> Node | None:
-        node = self._nodes.get(peer.address)
+        node = self.nodes.get(peer.address)
         return node if node is not None and node.peer.boot_id == peer.boot_id else None
 
     def _live(self, now: float, role: Role) -> list[Node]:
-        return [node for node in self._nodes.values() if node.offer.role == role and node.live(now)]
+        return [node for node in self.nodes.values() if node.offer.role == role and node.live(now)]
 
     def _ready_prefill(self, now: float) -> list[Node]:
-        return [node for node in self._live(now, "prefill") if node.ready]
+        return [node for node in self._live(now, "prefill") if node.beat.ready]
 
     def _usable_decode(self, now: float) -> list[Node]:
         prefill = bool(self._ready_prefill(now))
-        return [node for node in self._live(now, "decode") if node.ready and (prefill or node.offer.local_prefill)]
+        return [n for n in self._live(now, "decode") if n.beat.ready and (prefill or n.offer.local_prefill)]
 
     def _mismatch_reason(self, peer: Peer, offer: Register, now: float) -> str | None:
         """How the offer differs from a live node or from this gateway, or None."""
-        for other in self._nodes.values():
+        for other in self.nodes.values():
             if other.peer.address == peer.address or not other.live(now):
                 continue
             differences = offer.identity.differences(other.offer.identity)
@@ -285,18 +267,18 @@ class NodeRegistry:
         return None
 
     def _forget_silent(self, now: float) -> None:
-        for node in list(self._nodes.values()):
+        for node in list(self.nodes.values()):
             if now - node.last_heartbeat > FORGOTTEN_AFTER_S:
-                self._forget(node)
+                self._forget(node.peer)
 
-    def _forget(self, node: Node) -> None:
-        del self._nodes[node.peer.address]
-        if self._caches is not None:
+    def _forget(self, peer: Peer) -> None:
+        """Forget the process that has that address, if one is registered."""
+        node = self.nodes.pop(peer.address, None)
+        if node is not None and self._caches is not None:
             self._caches.forget(node.peer.boot_id)
 
 
 def _ranked(nodes: list[Node], cached: Mapping[str, int]) -> list[Peer]:
     """The best first. Boot ids are unique: a process has one."""
     by_boot = {node.peer.boot_id: node for node in nodes}
-    order = ranked(list(by_boot), cached, {boot: node.load for boot, node in by_boot.items()})
-    return [by_boot[boot].peer for boot in order]
+    return [by_boot[boot].peer for boot in ranked({boot: node.load for boot, node in by_boot.items()}, cached)]

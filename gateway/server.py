@@ -67,7 +67,7 @@ class ApiServer:
 
     async def _generate(self, endpoint: Generates, body: bytes, scope: Scope) -> Response:
         """The complete answer, or a stream once it has its first tokens: until then an error has an HTTP status."""
-        completer, use = self._completer, scope["use"]
+        completer, client = self._completer, scope["sender"]
         counted: RequestBytes = scope["counted"]
         held, access = counted.answers, scope["access"]
         access.span.record("receive", access.started)
@@ -75,11 +75,11 @@ class ApiServer:
         if turn is not None and endpoint.message is not None:
             body = await completer.read(body, endpoint.message, turn.body)
             counted.arrived(len(body))
-        prepared = await completer.prepare(body, endpoint.body, endpoint.id_prefix, use.client, access.span)
+        prepared = await completer.prepare(body, endpoint.body, endpoint.id_prefix, client, access.span)
         access.prepared = prepared
         if turn is not None:
             turn.response_id = prepared.request_id
-        use.prompt(prepared.prompt_tokens)
+        scope["usage"].prompt(client, prepared.prompt_tokens)
         counted.prompt(prepared.prompt_tokens)
         if reason := self._rejection_reason():
             raise reason

@@ -1,7 +1,8 @@
 """Answers as server-sent events, and what becomes of an answer when its client leaves."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import structlog
@@ -41,15 +42,16 @@ class EventStream(StreamingResponse):
         sink: DeltaSink,
     ) -> None:
         """first: what `deltas` has yielded already."""
-        self._events = _events(answer, request_id, first, deltas)
+        self._answer = answer
+        self._request_id = request_id
+        self._deltas = deltas
+        self._sink = sink
+        self._events = self._lines(first)
         super().__init__(
             self._events,
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
-        self._answer = answer
-        self._deltas = deltas
-        self._sink = sink
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -62,13 +64,60 @@ class EventStream(StreamingResponse):
     async def _stream(self, chunks: ChunkWriter | None, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         if chunks is not None and chunks.open:
-            self._sink.take = _direct_writer(self._answer, chunks)
+            # Without this stream, which would keep itself alive.
+            self._sink.take = partial(self._write_soon, self._answer, chunks)
             async for lines in self._events:
                 await chunks.write(lines)
         else:
             async for lines in self._events:
                 await send({"type": "http.response.body", "body": lines, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    @staticmethod
+    def _write_soon(answer: StreamedAnswer, chunks: ChunkWriter, delta: Delta) -> bool:
+        """Write a delta of the only answer. False: it ends the answer, may take long, or the client is slow."""
+        if delta.finish_reason is not None or delta.prompt is not None or chunks.paused:
+            return False
+        if answer.kept_bytes > LARGE_BYTES:
+            return False
+        chunks.write_soon(answer.encode_delta(0, delta))
+        return True
+
+    async def _lines(self, first: Deltas) -> AsyncGenerator[bytes, None]:
+        """The lines of the stream, those of all deltas that are waiting at once."""
+        answer = self._answer
+        if opening := answer.begin():
+            yield answer.encode(opening)
+        try:
+            if lines := await self._encoded(*first):
+                yield lines
+            async for index, deltas in self._deltas:
+                for start in range(0, len(deltas), _DELTAS_AT_ONCE):
+                    if start:
+                        await asyncio.sleep(0)
+                    some = deltas[start : start + _DELTAS_AT_ONCE]
+                    if answer.kept_bytes > LARGE_BYTES:
+                        for event in (event for delta in some for event in answer.delta_events(index, delta)):
+                            yield answer.encode([event])
+                    elif lines := await self._encoded(index, some):
+                        yield lines
+            if last := answer.end():
+                yield answer.encode(last)
+        except ApiError as error:
+            yield answer.encode(answer.failed(error))
+        except Exception:
+            log.exception("a stream failed", request_id=self._request_id)
+            yield answer.encode(answer.failed(ApiError(500, f"internal error (request {self._request_id})")))
+        if answer.last_line:
+            yield answer.last_line
+
+    async def _encoded(self, index: int, deltas: Sequence[Delta]) -> bytes:
+        """The lines of deltas. A thread makes those of a prompt's log probabilities, which may take a second."""
+
+        def encoded() -> bytes:
+            return b"".join([self._answer.encode_delta(index, delta) for delta in deltas])
+
+        return encoded() if deltas[0].prompt is None else await asyncio.to_thread(encoded)
 
 
 class WholeAnswer(Response):
@@ -104,60 +153,6 @@ class WholeAnswer(Response):
             stop = start + LARGE_BYTES
             more = stop < len(self.body)
             await send({"type": "http.response.body", "body": self.body[start:stop], "more_body": more})
-
-
-def _direct_writer(answer: StreamedAnswer, chunks: ChunkWriter) -> Callable[[Delta], bool]:
-    """What a DeltaSink takes deltas of the only answer of a request with."""
-
-    def take(delta: Delta) -> bool:
-        """Write a delta, and return true, unless it ends the answer, may take long, or the client is slow."""
-        if delta.finish_reason is not None or delta.prompt is not None or chunks.paused:
-            return False
-        if answer.kept_bytes > LARGE_BYTES:
-            return False
-        chunks.write_soon(answer.encode_delta(0, delta))
-        return True
-
-    return take
-
-
-async def _events(
-    answer: StreamedAnswer, request_id: str, first: Deltas, rest: AsyncIterator[Deltas]
-) -> AsyncGenerator[bytes, None]:
-    """The lines of a stream, those of all deltas that are waiting at once."""
-    if opening := answer.begin():
-        yield answer.encode(opening)
-    try:
-        if lines := await _lines(answer, *first):
-            yield lines
-        async for index, deltas in rest:
-            for start in range(0, len(deltas), _DELTAS_AT_ONCE):
-                if start:
-                    await asyncio.sleep(0)
-                some = deltas[start : start + _DELTAS_AT_ONCE]
-                if answer.kept_bytes > LARGE_BYTES:
-                    for event in (event for delta in some for event in answer.delta_events(index, delta)):
-                        yield answer.encode([event])
-                elif lines := await _lines(answer, index, some):
-                    yield lines
-        if last := answer.end():
-            yield answer.encode(last)
-    except ApiError as error:
-        yield answer.encode(answer.failed(error))
-    except Exception:
-        log.exception("a stream failed", request_id=request_id)
-        yield answer.encode(answer.failed(ApiError(500, f"internal error (request {request_id})")))
-    if answer.last_line:
-        yield answer.last_line
-
-
-async def _lines(answer: StreamedAnswer, index: int, deltas: Sequence[Delta]) -> bytes:
-    """The lines of deltas. A thread makes those of a prompt's log probabilities, which may take a second."""
-
-    def encoded() -> bytes:
-        return b"".join([answer.encode_delta(index, delta) for delta in deltas])
-
-    return encoded() if deltas[0].prompt is None else await asyncio.to_thread(encoded)
 
 
 async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T | None:

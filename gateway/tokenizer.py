@@ -1,6 +1,7 @@
 """What the gateway reads of a checkpoint: tokenizer, chat template, vocabulary, stop tokens and context length."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
 from hashlib import sha256
 from inspect import signature
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from base.errors import StartupError
 from base.version import VERSION
 from gateway.detokenizer import ByteDetokenizer, TokenBytes, WindowDetokenizer
-from gateway.errors import ApiError
+from gateway.errors import wrong
 from gateway.formats.conversation import PromptEnd
 from model.checkpoint import read_json
 from service.checkpoint import identify, positive_int, stop_token_ids
@@ -55,8 +56,8 @@ class CheckpointTokenizer:
         self.piece_bytes = self._token_bytes.of
         """The bytes of one token, which may be part of a character. Together the tokens' bytes are the text. One object
         for the detokenizers of all streams, which stays in the processor's cache."""
-        self._pieces: dict[int, str] = {}
-        """Tokens decoded alone: those that were asked for, at most the vocabulary."""
+        self.piece: Callable[[int], str] = lru_cache(self.vocab_size)(lambda token_id: self.decode([token_id]))
+        """One token decoded alone, special or not, as log probabilities name it."""
         added = self._tokenizer.added_tokens_decoder
         self.added_ids = {token.content: token_id for token_id, token in added.items()}
         """Tokens that were added to the vocabulary, special or not, by their text."""
@@ -80,15 +81,14 @@ class CheckpointTokenizer:
             "continue_final_message": end is PromptEnd.OPEN_MESSAGE,
         }
         if reserved := variables.keys() & self._reserved_variables:
-            name = min(reserved)
-            raise ApiError(400, f"chat_template_kwargs: {name} cannot be set", param="chat_template_kwargs")
+            raise wrong("chat_template_kwargs", f"{min(reserved)} cannot be set")
         try:
             return str(self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **ends, **variables))
         except TemplateError as error:
-            raise ApiError(400, f"messages: the chat template refused them: {error}", param="messages") from error
+            raise wrong("messages", f"the chat template refused them: {error}") from error
         except Exception as error:  # from an expression of the template
             log.warning("the chat template failed", error=repr(error))
-            raise ApiError(400, "messages: the chat template cannot render them", param="messages") from error
+            raise wrong("messages", "the chat template cannot render them") from error
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
         """The ways in which tokens spell a word: at the beginning of a text, and after a space."""
@@ -100,7 +100,7 @@ class CheckpointTokenizer:
         for position, token_id in enumerate(token_ids):
             if not 0 <= token_id < self.vocab_size:
                 expected = f"expected token ids from 0 to {self.vocab_size - 1}"
-                raise ApiError(400, f"{field}: {expected}, found {token_id} at position {position}", param=field)
+                raise wrong(field, f"{expected}, found {token_id} at position {position}")
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text, with special tokens. Ids that the tokenizer does not know are empty."""
@@ -114,28 +114,17 @@ class CheckpointTokenizer:
             return found.get("tool_use") or found.get("default")
         return found or None
 
-    def knows(self, token_id: int) -> bool:
-        """Whether the id stands for anything: vocabularies may be padded."""
-        return self._backend.id_to_token(token_id) is not None
-
     def spelled(self, token_ids: Sequence[int]) -> list[str]:
         """The tokens as the vocabulary spells them; those that it lacks are empty."""
         return [token or "" for token in self._tokenizer.convert_ids_to_tokens(list(token_ids))]
-
-    def piece(self, token_id: int) -> str:
-        """One token decoded alone, special or not, as log probabilities name it."""
-        known = self._pieces.get(token_id)
-        if known is None:
-            known = self._backend.decode([token_id], skip_special_tokens=False)
-            if self.knows(token_id):
-                self._pieces[token_id] = known
-        return known
 
     def detokenizer(self, skipped: Collection[int]) -> ByteDetokenizer | WindowDetokenizer:
         """What makes one text of tokens as they arrive. skipped: ids that are not part of it."""
         if self._token_bytes.make_text:
             return ByteDetokenizer(self.piece_bytes, skipped)
-        return WindowDetokenizer(self.decode, lambda token_id: token_id in skipped or not self.knows(token_id))
+        # Vocabularies may be padded with ids that stand for nothing.
+        spelled = self._backend.id_to_token
+        return WindowDetokenizer(self.decode, lambda token_id: token_id in skipped or spelled(token_id) is None)
 
 
 def _read_template(path: Path) -> str:

@@ -60,7 +60,7 @@ class Turn:
             output = orjson.loads(self._earlier.done)["response"]["output"]
             items = _joined(self._earlier.items, encode_json(output), items)
         self._earlier, self.items = None, items
-        return b'%b,"input":%b}' % (encode_json({**asked.others, "stream": True})[:-1], items)
+        return b'%b,"input":%b}' % (encode_json({**(asked.model_extra or {}), "stream": True})[:-1], items)
 
     async def receive(self) -> Message:
         body, self._unread = self._unread, None

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, NotRequired, cast
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, cast
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -10,6 +10,7 @@ from typing_extensions import TypedDict
 from control.messages import Token
 from gateway.answers.kept import KeptAnswer
 from gateway.answers.openai import (
+    TEXT,
     Choice,
     CompletionDetails,
     Head,
@@ -93,6 +94,7 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
     """Reasoning, content and tool calls apart."""
 
     chunk_kind = "chat.completion.chunk"
+    plain: ClassVar = {"delta": {"content": TEXT}}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,7 +122,7 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
         }
         if self._prompt_logprobs is not None:
             # All choices have the same prompt.
-            whole["prompt_logprobs"] = self._by_position(0, self._prompt_logprobs)
+            whole["prompt_logprobs"] = Column(self._ranked_tokens(0, self._prompt_logprobs))
         if self._token_ids:
             whole["prompt_token_ids"] = Column(self.prepared.prompt_ids(0))
         return whole
@@ -164,7 +166,7 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
         }
 
     def _logprobs(self, index: int, delta: Delta) -> ChatLogprobs:
-        return {"content": self._chosen(delta.tokens), "refusal": None}
+        return {"content": self._of_tokens(delta.tokens)["content"], "refusal": None}
 
     def _finished(self, index: int, reason: EndReason | None) -> Literal["stop", "length", "tool_calls"] | None:
         return "tool_calls" if reason == "stop" and index in self._called else reason
@@ -197,29 +199,20 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
                 self._called.add(index)
         return _parts_of(events)
 
-    def _plain(self, text: str) -> Json:
-        return {"delta": {"content": text}}
-
     def _stays_plain(self, index: int) -> bool:
         return self._parsers[index].only_content
 
     def _of_tokens(self, tokens: Sequence[Token]) -> dict[str, list[Any]]:
-        return {"content": self._chosen(tokens)}
-
-    def _chosen(self, tokens: Sequence[Token]) -> list[ChosenLogprob]:
-        return [chosen_logprob(token, self._name, self.tokenizer.piece_bytes) for token in tokens]
+        return {"content": [chosen_logprob(token, self._name, self.tokenizer.piece_bytes) for token in tokens]}
 
 
 def chosen_logprob(token: Token, name: Callable[[int], str], bytes_of: Callable[[int], bytes]) -> ChosenLogprob:
     """A token with its log probability and alternatives."""
-    top = [_token_logprob(*alternative, name, bytes_of) for alternative in token.top_logprobs]
-    return {**_token_logprob(token.token_id, token.logprob, name, bytes_of), "top_logprobs": top}
 
+    def named(token_id: int, logprob: float | None) -> TokenLogprob:
+        return {"token": name(token_id), "logprob": logprob, "bytes": list(bytes_of(token_id))}
 
-def _token_logprob(
-    token_id: int, logprob: float | None, name: Callable[[int], str], bytes_of: Callable[[int], bytes]
-) -> TokenLogprob:
-    return {"token": name(token_id), "logprob": logprob, "bytes": list(bytes_of(token_id))}
+    return {**named(token.token_id, token.logprob), "top_logprobs": [named(*other) for other in token.top_logprobs]}
 
 
 def _parts_of(events: Sequence[Event]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class CompactionAnswer(BlockAnswer):
     """The text of the answer is the summary. Its reasoning is dropped."""
 
     def whole(self) -> CompactedResponse:
-        summary = "".join(block.text for block in self._reader.blocks if block.kind == "text")
+        summary = "".join(block.text for block in self._blocks if block.kind == "text")
         if not summary:
             raise ApiError(400, f"the model wrote no summary in {self._output_tokens} tokens", code="no_summary")
         content = encoded_summary(summary)
@@ -43,5 +43,5 @@ class CompactionAnswer(BlockAnswer):
             "object": "response.compaction",
             "created_at": int(time.time()),
             "output": [{"id": f"cmp_{uuid.uuid4().hex}", "type": "compaction", "encrypted_content": content}],
-            "usage": usage_of(self.prepared, self._output_tokens, self._reader.reasoning_tokens),
+            "usage": usage_of(self.prepared, self._output_tokens, self._reasoning_tokens),
         }

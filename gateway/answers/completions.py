@@ -1,7 +1,7 @@
 """Answers of /v1/completions."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NotRequired, cast
+from typing import Any, ClassVar, Literal, NotRequired, cast
 
 from typing_extensions import TypedDict
 
@@ -9,6 +9,7 @@ from control.messages import Token
 from control.prompt_logprobs import PromptLogprobTable
 from gateway.answers.kept import KeptAnswer
 from gateway.answers.openai import (
+    TEXT,
     Choice,
     Head,
     OpenAIAnswer,
@@ -19,7 +20,7 @@ from gateway.answers.openai import (
 )
 from gateway.answers.streamed import Column, Json
 from gateway.attempt import Delta
-from gateway.errors import ApiError
+from gateway.errors import wrong
 from gateway.requests.completions import CompletionRequest
 
 MAX_ECHO_CHARS = 8 << 20
@@ -58,14 +59,13 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
     """With the prompt's text in front, if the request asks for an echo."""
 
     chunk_kind = "text_completion"
+    plain: ClassVar = {"text": TEXT}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         request = self.prepared.request
         assert isinstance(request, CompletionRequest)
-        self._best_of = request.computed_choices, request.choices
-        """How many answers of each prompt are generated, and how many of them given."""
-        self._alternatives_asked = request.logprobs
+        self._request = request
         self._with_logprobs = request.logprobs is not None
         self._echoes: dict[int, str] = {}
         """By choice, the text of the prompt, until it has been rendered."""
@@ -78,7 +78,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
                 self._echoes |= dict.fromkeys(choices, text)
         if (echoed := sum(map(len, self._echoes.values()))) > MAX_ECHO_CHARS:
             repeated = f"the answers would repeat {echoed} characters of prompts; at most {MAX_ECHO_CHARS} are given"
-            raise ApiError(400, f"echo: {repeated}", param="echo")
+            raise wrong("echo", repeated)
         self._echoed: dict[int, int] = {}
         """By choice, the length of the prompt's text once that has been rendered."""
 
@@ -86,7 +86,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
         choices = self._whole_choices()
         if self._prompt_logprobs is not None:
             for choice in choices:
-                choice["prompt_logprobs"] = self._by_position(choice["index"], self._prompt_logprobs)
+                choice["prompt_logprobs"] = Column(self._ranked_tokens(choice["index"], self._prompt_logprobs))
         if self._token_ids:
             for choice in choices:
                 choice["prompt_token_ids"] = Column(self.prepared.prompt_ids(choice["index"]))
@@ -108,7 +108,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
 
     def _given(self, kept: Sequence[KeptAnswer]) -> Sequence[KeptAnswer]:
         """Of each prompt those whose tokens are the likeliest on average, the best first."""
-        computed, given = self._best_of
+        computed, given = self._request.computed_choices, self._request.choices
         if computed == given:
             return kept
         prompts = [kept[start : start + computed] for start in range(0, len(kept), computed)]
@@ -117,9 +117,6 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
             for answers in prompts
             for best in sorted(answers, key=lambda answer: answer.average_logprob, reverse=True)[:given]
         ]
-
-    def _plain(self, text: str) -> Json:
-        return {"text": text}
 
     def _stays_plain(self, index: int) -> bool:
         """An echo is part of the first text, which has been rendered."""
@@ -156,8 +153,8 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
         prompt_ids, text = self.prepared.prompt_ids(index), self._echoes[index]
         self._echoed[index] = len(text)
         assert table is not None, "an echo with log probabilities asks for those of the prompt"
-        assert self._alternatives_asked is not None
-        tokens = list(prompt_tokens(prompt_ids, table, self._alternatives_asked))
+        assert self._request.logprobs is not None
+        tokens = list(prompt_tokens(prompt_ids, table, self._request.logprobs))
         top = [self._by_text({**dict(token.top), token.token_id: token.logprob}) for token in tokens]
         return {
             "tokens": [self._name(token_id) for token_id in prompt_ids],

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any
 
@@ -10,37 +11,21 @@ from gateway.answers.streamed import CHARACTER_BYTES, Column
 from gateway.attempt import Delta, EndReason
 
 
+@dataclass(slots=True)
 class KeptAnswer:
-    """One answer that does not stream, as it grows."""
+    """One answer that does not stream, as it grows. has_offsets: also without columns."""
 
-    __slots__ = (
-        "_has_offsets",
-        "_logprob_sum",
-        "_text",
-        "columns",
-        "finish_reason",
-        "offsets",
-        "prompt",
-        "size",
-        "stop",
-        "tokens",
-    )
-
-    def __init__(self, has_offsets: bool) -> None:
-        """has_offsets: also without columns."""
-        self._has_offsets = has_offsets
-        self._text = StringIO()
-        self._logprob_sum = 0.0
-        self.columns: dict[str, Column[Any]] = {}
-        """By name, what there is for each token."""
-        self.offsets = array("i")
-        """Where in the text each token begins, counted with the stop string; where there are columns, or asked for."""
-        self.tokens = 0
-        self.finish_reason: EndReason | None = None
-        self.stop: str | int | None = None
-        self.prompt: PromptLogprobTable | None = None
-        self.size = 0
-        """Bytes that it takes."""
+    has_offsets: bool
+    columns: dict[str, Column[Any]] = field(init=False, default_factory=dict)
+    """By name, what there is for each token."""
+    offsets: "array[int]" = field(init=False, default_factory=lambda: array("i"))
+    """Where in the text each token begins, counted with the stop string; where there are columns, or asked for."""
+    tokens: int = field(init=False, default=0)
+    finish_reason: EndReason | None = field(init=False, default=None)
+    stop: str | int | None = field(init=False, default=None)
+    prompt: PromptLogprobTable | None = field(init=False, default=None)
+    _text: StringIO = field(init=False, default_factory=StringIO)
+    _logprob_sum: float = field(init=False, default=0.0)
 
     @property
     def text(self) -> str:
@@ -65,8 +50,7 @@ class KeptAnswer:
             before = len(column)
             column.extend(elements)
             size += len(column) - before
-        if columns or self._has_offsets:
+        if columns or self.has_offsets:
             self.offsets.extend(delta.offsets)
             size += self.offsets.itemsize * len(delta.offsets)
-        self.size += size
         return size

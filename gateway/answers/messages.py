@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from gateway.answers.blocks import Block, Change, StreamedBlocks
-from gateway.answers.streamed import Json
+from gateway.answers.blocks import Block, BlockAnswer, Change
+from gateway.answers.streamed import Json, StreamedAnswer
 from gateway.attempt import Delta
 from gateway.errors import ApiError
 from gateway.requests.messages import MessagesRequest
@@ -69,8 +69,10 @@ class Message(Ending):
     usage: MessageUsage
 
 
-class MessageAnswer(StreamedBlocks):
+class MessageAnswer(BlockAnswer, StreamedAnswer):
     """Blocks of thinking, text and calls."""
+
+    named = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,7 +87,7 @@ class MessageAnswer(StreamedBlocks):
         self._pinged = False
 
     def whole(self) -> Message:
-        blocks = (block for block in self._reader.blocks if block.kind != "reasoning" or not self._drops_thinking)
+        blocks = (block for block in self._blocks if block.kind != "reasoning" or not self._drops_thinking)
         return self._message(list(map(self._block, blocks)))
 
     def begin(self) -> list[Json]:
@@ -161,14 +163,14 @@ class MessageAnswer(StreamedBlocks):
         }
 
     def _ending(self) -> Ending:
-        stop = next((stop for stop in self._stops if stop == self._reader.stop), None)
+        stop = next((stop for stop in self._stops if stop == self._ended_by), None)
         reason: StopReason | None
-        match self._reader.finish_reason:
+        match self._finish_reason:
             case None:
                 reason = None
             case "length":
                 reason = "max_tokens"
-            case _ if self._reader.called:
+            case _ if any(block.kind == "call" and block.complete for block in self._blocks):
                 reason, stop = "tool_use", None
             case _:
                 reason = "end_turn" if stop is None else "stop_sequence"

@@ -3,7 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, Generic, NamedTuple, NotRequired, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, NamedTuple, NotRequired, TypeVar
 
 import orjson
 from pydantic import Field
@@ -16,7 +16,7 @@ from gateway.answers.streamed import Column, Json, StreamedAnswer
 from gateway.attempt import Delta, EndReason
 from gateway.errors import ApiError
 
-_TEXT = "text of a choice"
+TEXT = "text of a choice"
 _TOKEN_IDS = "token_ids"
 _TOKEN_ID_BYTES = 7
 """Of a prompt's token in JSON."""
@@ -98,7 +98,9 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
 
     last_line = b"data: [DONE]\n\n"
 
-    chunk_kind: str
+    chunk_kind: ClassVar[str]
+    plain: ClassVar[Json]
+    """What `_text` returns for the text `TEXT`, if that is rendered as it is."""
     _with_logprobs: bool
     """Whether those of its tokens were asked for."""
 
@@ -134,8 +136,7 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
         if delta.first:
             self._kept[index] = KeptAnswer(self._reasons)
             if self._token_ids:
-                self._kept[index].size = _TOKEN_ID_BYTES * len(self.prepared.tokenized[index].prompt_ids)
-                self.held.take(self._kept[index].size)
+                self.held.take(_TOKEN_ID_BYTES * len(self.prepared.tokenized[index].prompt_ids))
         columns: dict[str, list[Any]] = self._of_tokens(delta.tokens) if self._with_logprobs else {}
         if self._token_ids:
             columns[_TOKEN_IDS] = [token.token_id for token in delta.tokens]
@@ -173,7 +174,7 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
         before, after = self._around_choice.get(index) or self._around(index)
         text = orjson.dumps(self._text(index, delta))[1:]
         if self._stays_plain(index):
-            opening, _, closing = orjson.dumps(self._plain(_TEXT))[1:].partition(orjson.dumps(_TEXT))
+            opening, _, closing = orjson.dumps(self.plain)[1:].partition(orjson.dumps(TEXT))
             self._around_text[index] = before + opening, closing + after
         return before + text + after
 
@@ -204,22 +205,17 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
         return choices
 
     def _around(self, index: int) -> tuple[bytes, bytes]:
-        choice = {"index": index, "logprobs": None, "finish_reason": None, _TEXT: None}
-        before, _, after = self._encode_event(self._chunk([choice])).partition(orjson.dumps({_TEXT: None})[1:])
+        choice = {"index": index, "logprobs": None, "finish_reason": None, TEXT: None}
+        before, _, after = self._encode_event(self._chunk([choice])).partition(orjson.dumps({TEXT: None})[1:])
         self._around_choice[index] = before, after
         return before, after
 
-    def _by_position(self, index: int, alternatives: int) -> PromptLogprobs:
+    def _ranked_tokens(self, index: int, alternatives: int) -> Iterator[dict[str, RankedToken] | None]:
+        """vLLM's `prompt_logprobs`: for each position, by token id, the prompt's token and the likeliest ones."""
         table = self._kept[self.prepared.first_choice(index)].prompt
         assert table is not None, "they were asked for"
-        return Column(self._ranked_tokens(self.prepared.prompt_ids(index), table, alternatives))
-
-    def _ranked_tokens(
-        self, prompt_ids: Sequence[int], table: PromptLogprobTable, alternatives: int
-    ) -> Iterator[dict[str, RankedToken] | None]:
-        """vLLM's `prompt_logprobs`: for each position, by token id, the prompt's token and the likeliest ones."""
         yield None
-        for token in prompt_tokens(prompt_ids, table, alternatives):
+        for token in prompt_tokens(self.prepared.prompt_ids(index), table, alternatives):
             entries = [(token.token_id, token.logprob, token.rank)]
             entries += [(i, logprob, rank) for rank, (i, logprob) in enumerate(token.top, 1) if i != token.token_id]
             yield {
@@ -263,10 +259,6 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
     @abstractmethod
     def _text(self, index: int, delta: Delta) -> Json:
         """Of a choice of a chunk, the text and what else depends on it."""
-
-    @abstractmethod
-    def _plain(self, text: str) -> Json:
-        """What `_text` returns for a text that is not empty and is rendered as it is."""
 
     @abstractmethod
     def _stays_plain(self, index: int) -> bool:

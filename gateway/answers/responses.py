@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from gateway.answers.blocks import Block, Change, StreamedBlocks
+from gateway.answers.blocks import Block, BlockAnswer, Change
 from gateway.answers.chat import ChosenLogprob, chosen_logprob
-from gateway.answers.streamed import CHARACTER_BYTES, Column, Json
+from gateway.answers.streamed import CHARACTER_BYTES, Column, Json, StreamedAnswer
 from gateway.attempt import Delta
 from gateway.errors import ApiError
 from gateway.preparer import PreparedRequest
@@ -152,8 +152,10 @@ class Response(TypedDict):
     user: str | None
 
 
-class ResponseAnswer(StreamedBlocks):
+class ResponseAnswer(BlockAnswer, StreamedAnswer):
     """Items of reasoning, text and calls."""
+
+    named = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -161,9 +163,6 @@ class ResponseAnswer(StreamedBlocks):
         self._source = self.prepared.body
         self._created = int(time.time())
         self._sequence = 0
-
-    def _begin(self, whole: bool) -> None:
-        super()._begin(whole)
         self._ids: list[str] = []
         """By block, the id of its item."""
         self._logprobs: dict[int, Column[ChosenLogprob]] = {}
@@ -188,7 +187,7 @@ class ResponseAnswer(StreamedBlocks):
 
     def failed(self, error: ApiError) -> list[Json]:
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        response = self._response("failed", list(map(self._item, self._reader.blocks)))
+        response = self._response("failed", list(map(self._item, self._blocks)))
         response["error"] = {"code": code, "message": error.message}
         return [self._event("response.failed", response=response)]
 
@@ -273,8 +272,8 @@ class ResponseAnswer(StreamedBlocks):
         return {"type": "reasoning_text", "text": text} if block.kind == "reasoning" else _output_text(text, logprobs)
 
     def _final(self) -> Response:
-        complete = self._reader.finish_reason == "stop"
-        response = self._response("completed" if complete else "incomplete", list(map(self._item, self._reader.blocks)))
+        complete = self._finish_reason == "stop"
+        response = self._response("completed" if complete else "incomplete", list(map(self._item, self._blocks)))
         if complete:
             response["completed_at"] = int(time.time())
         else:
@@ -316,7 +315,7 @@ class ResponseAnswer(StreamedBlocks):
             "truncation": source.truncation or "disabled",
             "usage": None
             if status == "in_progress"
-            else usage_of(self.prepared, self._output_tokens, self._reader.reasoning_tokens),
+            else usage_of(self.prepared, self._output_tokens, self._reasoning_tokens),
             "user": source.user,
         }
 

@@ -60,10 +60,7 @@ def content_of(message: Message) -> str:
 
 def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call. What is no JSON object, as of a call that broke, stands under `RAW_ARGUMENTS`."""
-    arguments = call["function"].get("arguments")
-    if isinstance(arguments, Mapping):
-        return dict(arguments)
-    text = arguments or ""
+    text = call["function"].get("arguments") or ""
     if not text.strip():
         return {}
     try:

@@ -270,17 +270,17 @@ class DsmlParser(CallParser):
     @staticmethod
     def arguments_grammar(rules: CallGrammar, tools: ToolSet, name: str, number: str) -> str:
         body = []
-        for position, (key, schema) in enumerate(tools.properties(name).items()):
+        for position, (key, schema) in enumerate(tools[name].properties.items()):
             types = tools.types(name, key)
             forms = []
             if types is None or "string" in types:
                 value = rules.string(f"text_{number}_{position}", schema, END_OF_PARAMETER)
                 forms.append(f"{rules.literal(f'{PARAMETER}{key}{_STRING}')} {value}")
             if types != frozenset({"string"}):
-                value = rules.json(f"json_{number}_{position}", schema, tools.parameters(name), name, key)
+                value = rules.json(f"json_{number}_{position}", schema, tools[name].parameters, name, key)
                 forms.append(f"{rules.literal(f'{PARAMETER}{key}{_JSON}')} {value} {rules.literal(END_OF_PARAMETER)}")
             argument = rules.rule(f"argument_{number}_{position}", f"{choice(forms)} {rules.literal(_LINE)}")
-            body.append(argument if key in tools.required(name) else f"{argument}?")
+            body.append(argument if key in tools[name].required else f"{argument}?")
         return " ".join(body)
 
     @staticmethod

@@ -75,16 +75,16 @@ class GlmParser(CallParser):
     @staticmethod
     def arguments_grammar(rules: CallGrammar, tools: ToolSet, name: str, number: str) -> str:
         body = []
-        for position, (key, schema) in enumerate(tools.properties(name).items()):
+        for position, (key, schema) in enumerate(tools[name].properties.items()):
             types = tools.types(name, key)
             if types is None or "string" in types:
                 value = rules.string(f"text_{number}_{position}", schema, END_OF_VALUE)
             else:
-                json_value = rules.json(f"json_{number}_{position}", schema, tools.parameters(name), name, key)
+                json_value = rules.json(f"json_{number}_{position}", schema, tools[name].parameters, name, key)
                 value = f"{json_value} {rules.literal(END_OF_VALUE)}"
             begin = rules.literal(f"{KEY}{key}{END_OF_KEY}{VALUE}")
             argument = rules.rule(f"argument_{number}_{position}", f"{begin} {value}")
-            body.append(argument if key in tools.required(name) else f"{argument}?")
+            body.append(argument if key in tools[name].required else f"{argument}?")
         return " ".join(body)
 
     @staticmethod

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from control.grammar import MAX_LARK
-from gateway.formats.conversation import FormatError
+from gateway.formats.conversation import FormatError, to_json
 
 _DEFINITIONS = ("$defs", "definitions")
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -30,17 +30,16 @@ class CallGrammar:
         """Characters that the text has left."""
         self._ids = marker_ids
         longest_first = sorted(marker_ids, key=len, reverse=True)
-        self._markers = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        # Without markers, the pattern matches nowhere.
+        self._markers = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
-    def rule(self, name: str, body: str) -> str:
-        """Add a rule. Returns its name."""
-        return self._add(name, f": {body}")
-
-    def _add(self, name: str, rest: str) -> str:
-        self._room -= len(name) + len(rest) + len("\n")
+    def rule(self, name: str, body: str, attributes: str = "") -> str:
+        """Add a rule. Returns its name. attributes: in brackets, or none."""
+        rule = f"{name}{attributes}: {body}"
+        self._room -= len(rule) + len("\n")
         if self._room < 0:
             raise _too_long()
-        self._rules.append(name + rest)
+        self._rules.append(rule)
         return name
 
     def json(self, name: str, schema: Mapping[str, Any], root: Mapping[str, Any], tool: str, key: str = "") -> str:
@@ -59,22 +58,18 @@ class CallGrammar:
     def literal(self, text: str) -> str:
         """Text of the format, whose markers are tokens."""
         return " ".join(
-            f"<[{self._ids[piece]}]>" if piece in self._ids else literal(piece) for piece in self._pieces(text)
+            f"<[{self._ids[piece]}]>" if piece in self._ids else to_json(piece) for piece in self._pieces(text)
         )
 
     def _pieces(self, text: str) -> list[str]:
-        start, pieces = 0, []
-        for match in self._markers.finditer(text) if self._markers else ():
-            pieces += [text[start : match.start()], match[0]]
-            start = match.end()
-        return [piece for piece in [*pieces, text[start:]] if piece]
+        return [piece for piece in self._markers.split(text) if piece]
 
     def string(self, name: str, schema: Mapping[str, Any], end: str) -> str:
         """A string as it stands and the marker `end` after it."""
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         strings = [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
         if strings:
-            return self.rule(name, f"{choice([literal(value) for value in strings])} {self.literal(end)}")
+            return self.rule(name, f"{choice([to_json(value) for value in strings])} {self.literal(end)}")
         before, *rest = self._pieces(end)
         if not rest and before not in self._ids:
             return self._spelled(name, end)
@@ -84,7 +79,7 @@ class CallGrammar:
         return self.rule(name, f"{self._spelled(f'{name}_spelled', end)} | {text} {self.literal(behind)}")
 
     def _spelled(self, name: str, end: str) -> str:
-        return self._add(name, f"[suffix={literal(end)}]: /(?s:.*)/")
+        return self.rule(name, "/(?s:.*)/", f"[suffix={to_json(end)}]")
 
     def text(self, start: str) -> str:
         """The whole grammar. start: what an answer is."""
@@ -94,10 +89,6 @@ class CallGrammar:
 
 def _too_long() -> FormatError:
     return FormatError(f"the grammar of their calls would have more than {MAX_LARK} characters")
-
-
-def literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _escaped(text: str) -> str:

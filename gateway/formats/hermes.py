@@ -10,14 +10,12 @@ The format is that of the NousResearch/Hermes-Function-Calling prompts and of Qw
 import json
 
 from gateway.formats.conversation import to_json
-from gateway.formats.grammar import CallGrammar
 from gateway.formats.parsing import CallParser
 from gateway.formats.reading import Malformed, Steps
-from gateway.formats.tools import ToolSet, parse_json
+from gateway.formats.tools import parse_json
 
 OPENER = "<tool_call>"
 CLOSER = "</tool_call>"
-_END = "}\n"
 
 
 class HermesParser(CallParser):
@@ -26,7 +24,7 @@ class HermesParser(CallParser):
     name = "hermes"
     sign = opener = OPENER
     markers = frozenset({OPENER, CLOSER})
-    end_of_call = CLOSER
+    end_of_call = "}\n" + CLOSER
     separator = "\n"
 
     def _read_calls(self) -> Steps[None]:
@@ -48,12 +46,3 @@ class HermesParser(CallParser):
     @staticmethod
     def begin_of_call(name: str) -> str:
         return f'\n{{"name": {to_json(name)}, "arguments": '
-
-    @staticmethod
-    def arguments_grammar(rules: CallGrammar, tools: ToolSet, name: str, number: str) -> str:
-        arguments = rules.json(f"arguments_{number}", {"type": "object", **tools.parameters(name)}, {}, name)
-        return f"{arguments} {rules.literal(_END)}"
-
-    @staticmethod
-    def free_arguments_grammar(rules: CallGrammar) -> str:
-        return f"{rules.json('any', {'type': 'object'}, {}, '')} {rules.literal(_END)}"

@@ -6,11 +6,9 @@ A grammar makes the model write it, as in vLLM, so the layout is always this one
 """
 
 from gateway.formats.conversation import to_json
-from gateway.formats.grammar import CallGrammar
 from gateway.formats.json_prefix import JsonPrefix
 from gateway.formats.parsing import CallParser
 from gateway.formats.reading import Malformed, Steps
-from gateway.formats.tools import ToolSet
 
 
 class JsonCallParser(CallParser):
@@ -43,11 +41,3 @@ class JsonCallParser(CallParser):
     @staticmethod
     def begin_of_call(name: str) -> str:
         return f'{to_json(name)}, "parameters": '
-
-    @staticmethod
-    def arguments_grammar(rules: CallGrammar, tools: ToolSet, name: str, number: str) -> str:
-        return rules.json(f"arguments_{number}", {"type": "object", **tools.parameters(name)}, {}, name)
-
-    @staticmethod
-    def free_arguments_grammar(rules: CallGrammar) -> str:
-        return rules.json("any", {"type": "object"}, {}, "")

@@ -136,14 +136,14 @@ class CallParser(PieceReader, ABC):
         """What stands between the opener and a call's arguments."""
 
     @staticmethod
-    @abstractmethod
     def arguments_grammar(rules: CallGrammar, tools: ToolSet, name: str, number: str) -> str:
         """The body of the rule of one tool's arguments. number: of the tool, for the names of rules."""
+        return rules.json(f"arguments_{number}", {"type": "object", **tools[name].parameters}, {}, name)
 
     @staticmethod
-    @abstractmethod
     def free_arguments_grammar(rules: CallGrammar) -> str:
         """The body of the rule of arguments that need not follow any schema."""
+        return rules.json("any", {"type": "object"}, {}, "")
 
     @staticmethod
     def calls_grammar(rules: CallGrammar, call: str, parallel: bool) -> str:
@@ -274,7 +274,7 @@ class CallParser(PieceReader, ABC):
     def _end(self, name: str) -> None:
         """End a call. Raises Malformed for one without arguments that the tool requires."""
         if not self._open:
-            if self._tools.required(name):
+            if self._tools[name].required:
                 raise Malformed
             self._begin(name)
         self._waiting.append(CallArguments(self._calls, "}" if self._keys else "{}"))

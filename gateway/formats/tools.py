@@ -12,6 +12,7 @@ MAX_STEPS = 2**13
 _MAX_DEPTH = 16
 """Of references and unions in a schema, and of names in a reference. What lies deeper counts as unknown."""
 _TYPES = {"string", "number", "boolean", "null", "array", "object"}
+_TYPE_NAMES = {bool: "boolean", str: "string", int: "number", float: "number", list: "array", dict: "object"}
 _LISTS = ("type", "enum", "anyOf", "oneOf", "allOf")
 
 
@@ -29,20 +30,12 @@ class ToolSet:
     def __bool__(self) -> bool:
         return bool(self.names)
 
-    def parameters(self, name: str) -> Mapping[str, Any]:
-        """The JSON schema of a tool's arguments; {} if it has none."""
-        return self._signatures[name].parameters
-
-    def properties(self, name: str) -> Mapping[str, Mapping[str, Any]]:
-        """The schema of each named argument, required ones that have no schema included."""
-        return self._signatures[name].properties
-
-    def required(self, name: str) -> frozenset[str]:
-        return self._signatures[name].required
+    def __getitem__(self, name: str) -> "ToolSignature":
+        return self._signatures[name]
 
     def types(self, name: str, key: str) -> frozenset[str] | None:
         """The JSON types that an argument may have ("number" stands for "integer", too); None: the schema is silent."""
-        return self._types_of(self.properties(name).get(key), self.parameters(name))
+        return self._types_of(self[name].properties.get(key), self[name].parameters)
 
     def _types_of(self, schema: object, root: Mapping[str, Any], depth: int = _MAX_DEPTH) -> frozenset[str] | None:
         """The types that every part of the schema allows; None if no part says anything.
@@ -100,35 +93,31 @@ class CallRules:
 
 
 @dataclass(frozen=True, slots=True)
-class _Signature:
-    """A tool's arguments, as its schema declares them."""
+class ToolSignature:
+    """A tool's arguments, as its schema declares them.
+
+    parameters: the JSON schema; {} if it has none. properties: the schema of each named argument, required ones that
+    have no schema included.
+    """
 
     parameters: Mapping[str, Any]
     properties: Mapping[str, Mapping[str, Any]]
     required: frozenset[str]
 
 
-def _signature(schema: object) -> _Signature:
+def _signature(schema: object) -> ToolSignature:
     parameters = schema if isinstance(schema, Mapping) else {}
     declared, demanded = parameters.get("properties"), parameters.get("required")
     properties = dict(declared) if isinstance(declared, Mapping) else {}
     named = {key: value if isinstance(value, Mapping) else {} for key, value in properties.items()}
     required = [key for key in demanded if isinstance(key, str)] if isinstance(demanded, list) else []
     unnamed: dict[str, Mapping[str, Any]] = {key: {} for key in required if key not in named}
-    return _Signature(parameters, {**named, **unnamed}, frozenset(required))
+    return ToolSignature(parameters, {**named, **unnamed}, frozenset(required))
 
 
 def json_type(value: object) -> str:
     """The JSON type of a value that `json.loads` made."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, str):
-        return "string"
-    if isinstance(value, int | float):
-        return "number"
-    return "array" if isinstance(value, list) else "object"
+    return "null" if value is None else _TYPE_NAMES[type(value)]
 
 
 def parse_json(text: str) -> Any:

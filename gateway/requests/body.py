@@ -10,15 +10,16 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Annotated, Any, ClassVar, TypeVar
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 import structlog
-from pydantic import AfterValidator, ConfigDict, Discriminator, Tag, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, ConfigDict, Discriminator, GetCoreSchemaHandler, Tag, ValidationError
+from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core.core_schema import tagged_union_schema
 
 from base.wire import FailFastModel, first_error
-from gateway.errors import ApiError, brief, shown
+from gateway.errors import ApiError, brief, shown, wrong
 
 log = structlog.get_logger(__name__)
 
@@ -150,7 +151,7 @@ class FieldPolicy:
 
     def _unknown(self, name: str, path: str) -> None:
         if self._strict:
-            raise ApiError(400, f"{path}{name}: not known here", param=path + name)
+            raise wrong(path + name, "not known here")
         short = name[:_MOST_CHARACTERS]
         if short not in self._logged and len(self._logged) < _MOST_NAMES:
             self._logged.add(short)
@@ -227,14 +228,28 @@ TextOr = Annotated[Annotated[str, Tag("<text>")] | Annotated[list[_T], Tag("<oth
 """Text, or a list of pieces."""
 
 
-def kinds(expected: str, default: str | None = None) -> Discriminator:
-    """Tells the members of a union apart, which are tagged `<type>`. expected: for the error of another type."""
+@dataclass(frozen=True)
+class KindsOf:
+    """Tells the members of a union of models apart by their `type`.
 
-    def kind(value: object) -> str | None:
-        found = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
+    expected: for the error of another type. default: the type of a value that has none.
+    """
+
+    expected: str
+    default: str | None = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        members = {
+            f"<{kind}>": handler.generate_schema(member)
+            for member in get_args(source)
+            for kind in get_args(member.model_fields["type"].annotation)
+        }
+        expected = f"expected {self.expected}"
+        return tagged_union_schema(members, self._kind, custom_error_type=OTHER_KIND, custom_error_message=expected)
+
+    def _kind(self, value: object) -> str:
+        found = value.get("type", self.default) if isinstance(value, dict) else getattr(value, "type", None)
         return f"<{found}>"
-
-    return Discriminator(kind, custom_error_type=OTHER_KIND, custom_error_message=f"expected {expected}")
 
 
 _Body = TypeVar("_Body", bound=RequestBody)

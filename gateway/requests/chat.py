@@ -89,10 +89,8 @@ class ChatMessage(Piece):
             if value is not None:
                 rendered[name] = value
         if self.tool_calls:
-            rendered["tool_calls"] = [
-                {"id": call.id, "type": call.type, "function": call.function.model_dump(include={"name", "arguments"})}
-                for call in self.tool_calls
-            ]
+            calls = [chat_call(call.id, call.function.name, call.function.arguments) for call in self.tool_calls]
+            rendered["tool_calls"] = calls
         return rendered
 
 

@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from gateway.requests.body import TextOr
 from gateway.requests.chat import ChatCompletionRequest, ConvertedRequest
-from gateway.requests.responses import InputItem, instructed
+from gateway.requests.responses import InputItem, messages_of
 
 _ASK = (
     "Summarise the conversation so far for a reader who has nothing else and goes on with it. Keep what was asked and "
@@ -32,4 +32,4 @@ class CompactRequest(ConvertedRequest):
     stream: Literal[False] | None = None
 
     def chat_fields(self) -> dict[str, Any]:
-        return {"messages": [*instructed(self.instructions, self.input), {"role": "user", "content": _ASK}]}
+        return {"messages": [*messages_of(self.instructions, self.input), {"role": "user", "content": _ASK}]}

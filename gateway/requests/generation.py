@@ -19,7 +19,7 @@ from control.messages import (
     TokenId,
 )
 from control.prompt_logprobs import Alternatives, too_many
-from gateway.errors import ApiError, context_length_exceeded, shown
+from gateway.errors import context_length_exceeded, shown, wrong
 from gateway.registry import Capacity
 from gateway.requests.body import OF_STREAMS, FieldPolicy, Piece, RequestBody
 from gateway.requests.structure import StructureFields
@@ -54,6 +54,10 @@ class StreamOptions(Piece):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+    def check_fields(self, policy: FieldPolicy) -> None:
+        """Raises ApiError for a field that asks for what is not carried out."""
+        policy.check(self.model_extra or {}, OF_STREAMS, "stream_options.")
 
 
 class CommonFields(Piece):
@@ -126,7 +130,7 @@ class GenerationRequest(RequestBody, CommonFields, StructureFields, ABC):
     def check_fields(self, policy: FieldPolicy) -> None:
         super().check_fields(policy)
         if self.stream_options is not None:
-            policy.check(self.stream_options.model_extra or {}, OF_STREAMS, "stream_options.")
+            self.stream_options.check_fields(policy)
 
     def requested_tokens(self) -> int | None:
         return self.max_tokens
@@ -149,7 +153,7 @@ class GenerationRequest(RequestBody, CommonFields, StructureFields, ABC):
         asked = self.requested_prompt_logprobs()
         if asked is not None and (reason := too_many(prompt_tokens * self.computed_choices, asked)):
             field = "prompt_logprobs" if self.prompt_logprobs is not None else "echo"
-            raise ApiError(400, f"{field}: {reason}", param=field)
+            raise wrong(field, reason)
 
     def sampling(self, tokenizer: CheckpointTokenizer) -> Sampling:
         """How the first answer is drawn; the following ones have the seeds that follow. Raises ApiError."""
@@ -177,7 +181,7 @@ class GenerationRequest(RequestBody, CommonFields, StructureFields, ABC):
             )
         asked = self.requested_tokens()
         if asked is not None and (self.min_tokens or 0) > asked:
-            raise ApiError(400, f"min_tokens: expected at most max_tokens, {asked}", param="min_tokens")
+            raise wrong("min_tokens", f"expected at most max_tokens, {asked}")
         if asked is None:
             return room if self.default_tokens is None else min(room, self.default_tokens)
         if asked > room:
@@ -202,14 +206,12 @@ class GenerationRequest(RequestBody, CommonFields, StructureFields, ABC):
         for token in self.logit_bias or {}:
             # Python refuses to convert thousands of digits.
             if not (token.isascii() and token.isdigit() and len(token) <= 10 and int(token) < vocab_size):
-                message = f"logit_bias: expected token ids from 0 to {vocab_size - 1}, found {shown(token)}"
-                raise ApiError(400, message, param="logit_bias")
+                raise wrong("logit_bias", f"expected token ids from 0 to {vocab_size - 1}, found {shown(token)}")
         return {int(token): bias for token, bias in (self.logit_bias or {}).items()}
 
     def _allowed(self, vocab_size: int) -> tuple[int, ...] | None:
         if self.allowed_token_ids is not None and (most := max(self.allowed_token_ids)) >= vocab_size:
-            message = f"allowed_token_ids: expected token ids from 0 to {vocab_size - 1}, found {most}"
-            raise ApiError(400, message, param="allowed_token_ids")
+            raise wrong("allowed_token_ids", f"expected token ids from 0 to {vocab_size - 1}, found {most}")
         return None if self.allowed_token_ids is None else tuple(dict.fromkeys(self.allowed_token_ids))
 
     def _bad_words(self, tokenizer: CheckpointTokenizer) -> tuple[tuple[int, ...], ...]:
@@ -220,7 +222,7 @@ class GenerationRequest(RequestBody, CommonFields, StructureFields, ABC):
             room -= sum(map(len, found))
             if room < 0:
                 limit = f"at most {MAX_BAD_WORD_TOKENS} tokens in the spellings of all words together"
-                raise ApiError(400, f"bad_words: expected {limit}, exceeded at {shown(word)}", param="bad_words")
+                raise wrong("bad_words", f"expected {limit}, exceeded at {shown(word)}")
             spellings += found
         return tuple(spellings)
 

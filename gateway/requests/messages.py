@@ -4,9 +4,9 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, Tag
+from pydantic import Field
 
-from gateway.requests.body import JsonObject, Piece, TextOr, kinds
+from gateway.requests.body import JsonObject, KindsOf, Piece, TextOr
 from gateway.requests.chat import MAX_TOOLS, CallId, ChatCompletionRequest, ConvertedRequest, ToolName, chat_call
 from gateway.requests.generation import StopStrings
 
@@ -58,10 +58,7 @@ class SearchResultBlock(Piece):
         return "\n".join([self.title, self.source, *(block.text for block in self.content)])
 
 
-ResultBlock = Annotated[
-    Annotated[TextBlock, Tag("<text>")] | Annotated[SearchResultBlock, Tag("<search_result>")],
-    kinds("a block of type text or search_result"),
-]
+ResultBlock = Annotated[TextBlock | SearchResultBlock, KindsOf("a block of type text or search_result")]
 
 
 class ToolResultBlock(Piece):
@@ -74,12 +71,8 @@ class ToolResultBlock(Piece):
 
 
 Block = Annotated[
-    Annotated[TextBlock, Tag("<text>")]
-    | Annotated[ThinkingBlock, Tag("<thinking>")]
-    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
-    | Annotated[ToolUseBlock, Tag("<tool_use>")]
-    | Annotated[ToolResultBlock, Tag("<tool_result>")],
-    kinds("a block of type text, thinking, tool_use or tool_result"),
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    KindsOf("a block of type text, thinking, tool_use or tool_result"),
 ]
 
 
@@ -115,13 +108,7 @@ class ToolChoice(Piece):
     disable_parallel_tool_use: bool | None = None
 
 
-Choice = Annotated[
-    Annotated[AnyChoice, Tag("<auto>")]
-    | Annotated[AnyChoice, Tag("<any>")]
-    | Annotated[AnyChoice, Tag("<none>")]
-    | Annotated[ToolChoice, Tag("<tool>")],
-    kinds("a choice of type auto, any, tool or none"),
-]
+Choice = Annotated[AnyChoice | ToolChoice, KindsOf("a choice of type auto, any, tool or none")]
 
 
 class Thinking(Piece):

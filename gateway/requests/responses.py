@@ -8,13 +8,16 @@ from pydantic import AfterValidator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.errors import shown
-from gateway.requests.body import OF_STREAMS, TEXT_OR_OTHER, FieldPolicy, JsonObject, Piece, RequestBody, TextOr, kinds
+from gateway.requests.body import TEXT_OR_OTHER, FieldPolicy, JsonObject, KindsOf, Piece, RequestBody, TextOr
 from gateway.requests.chat import MAX_TOOLS, CallId, ConvertedRequest, ToolName, chat_call
 from gateway.requests.generation import StreamOptions
 
 LOGPROBS = "message.output_text.logprobs"
 """What `include` names when the client wants log probabilities."""
 MAX_METADATA = 16
+ResponseMetadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=MAX_METADATA)
+]
 
 
 class InputText(Piece):
@@ -35,13 +38,7 @@ class Refusal(Piece):
         return self.refusal
 
 
-ContentPart = Annotated[
-    Annotated[InputText, Tag("<input_text>")]
-    | Annotated[InputText, Tag("<output_text>")]
-    | Annotated[InputText, Tag("<text>")]
-    | Annotated[Refusal, Tag("<refusal>")],
-    kinds("a part of type input_text, output_text or refusal"),
-]
+ContentPart = Annotated[InputText | Refusal, KindsOf("a part of type input_text, output_text or refusal")]
 
 
 class InputMessage(Piece):
@@ -115,12 +112,8 @@ class Compaction(Piece):
 
 
 InputItem = Annotated[
-    Annotated[InputMessage, Tag("<message>")]
-    | Annotated[FunctionCall, Tag("<function_call>")]
-    | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
-    | Annotated[ReasoningItem, Tag("<reasoning>")]
-    | Annotated[Compaction, Tag("<compaction>")],
-    kinds(
+    InputMessage | FunctionCall | FunctionCallOutput | ReasoningItem | Compaction,
+    KindsOf(
         "a whole item (none is stored): message, function_call, function_call_output, reasoning or compaction",
         default="message",
     ),
@@ -178,10 +171,7 @@ class JsonSchemaFormat(Piece):
 
 
 Format = Annotated[
-    Annotated[TextFormat, Tag("<text>")]
-    | Annotated[JsonObjectFormat, Tag("<json_object>")]
-    | Annotated[JsonSchemaFormat, Tag("<json_schema>")],
-    kinds("a format of type text, json_object or json_schema"),
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, KindsOf("a format of type text, json_object or json_schema")
 ]
 
 
@@ -217,13 +207,7 @@ class ResponsesRequest(ConvertedRequest):
     """Of tools that the server runs, which there are none of."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: list[str] | None = None
-    metadata: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-            Field(max_length=MAX_METADATA),
-        ]
-        | None
-    ) = None
+    metadata: ResponseMetadata | None = None
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
     stream_options: StreamOptions | None = None
@@ -253,7 +237,7 @@ class ResponsesRequest(ConvertedRequest):
     def check_fields(self, policy: FieldPolicy) -> None:
         super().check_fields(policy)
         if self.stream_options is not None:
-            policy.check(self.stream_options.model_extra or {}, OF_STREAMS, "stream_options.")
+            self.stream_options.check_fields(policy)
 
     @property
     def with_logprobs(self) -> bool:
@@ -280,7 +264,7 @@ class ResponsesRequest(ConvertedRequest):
     def chat_fields(self) -> dict[str, Any]:
         choice = self.tool_choice
         return {
-            "messages": instructed(self.instructions, self.input),
+            "messages": messages_of(self.instructions, self.input),
             "max_completion_tokens": self.max_output_tokens,
             "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
             "tool_choice": {"type": "function", "function": {"name": choice.name}}
@@ -297,7 +281,7 @@ class ResponsesRequest(ConvertedRequest):
 
 
 class ResponseCreate(RequestBody):
-    """A message to the WebSocket of /v1/responses. What else it has is the body of a POST, and checked as such."""
+    """A message to the WebSocket of /v1/responses. Its other fields are those of a POST's body, and checked as such."""
 
     type: Literal["response.create"]
     input: TextOr[Any] = ""
@@ -311,11 +295,6 @@ class ResponseCreate(RequestBody):
     def items(self) -> list[Any]:
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
-    @property
-    def others(self) -> dict[str, Any]:
-        """The fields of the POST other than `input` and `stream`."""
-        return self.model_extra or {}
-
 
 def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
     fields = tool.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)
@@ -323,25 +302,20 @@ def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
 
 
 def _chat_format(wanted: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> dict[str, Any] | None:
-    if wanted is None or isinstance(wanted, TextFormat):
-        return None
-    if isinstance(wanted, JsonObjectFormat):
-        return {"type": "json_object"}
-    schema = {"name": wanted.name, "schema": wanted.schema_, "description": wanted.description, "strict": wanted.strict}
-    return {"type": "json_schema", "json_schema": {name: value for name, value in schema.items() if value is not None}}
+    if isinstance(wanted, JsonSchemaFormat):
+        schema = wanted.model_dump(include={"name", "schema_", "description", "strict"}, by_alias=True)
+        return {"type": "json_schema", "json_schema": schema}
+    return None if wanted is None else {"type": wanted.type}
 
 
-def instructed(instructions: str | None, items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
-    """The messages of a chat: instructions, and then the items."""
-    system = [{"role": "system", "content": instructions}] if instructions else []
-    return system + messages_of(items)
+def messages_of(instructions: str | None, items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
+    """The messages of a chat: instructions, and then the items.
 
-
-def messages_of(items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
-    """The items as messages of a chat. Reasoning, text and calls that follow each other are one message."""
+    Reasoning, text and calls that follow each other are one message.
+    """
+    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(items, str):
-        return [{"role": "user", "content": items}]
-    messages: list[dict[str, Any]] = []
+        return [*messages, {"role": "user", "content": items}]
     answer: dict[str, Any] | None = None
     """The assistant's message that the next items may belong to."""
 

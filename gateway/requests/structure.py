@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from base.wire import first_error
 from control.grammar import JSON_OBJECT, JsonSchema, Lark, Regex, Structure, TextChoice
-from gateway.errors import ApiError
+from gateway.errors import ApiError, wrong
 from gateway.requests.body import JsonObject, JsonOrText, Piece
 
 
@@ -67,7 +67,7 @@ class StructureFields(Piece):
             try:
                 return name, JSON_OBJECT if kind == "json_object" else _MAKERS[kind](value)
             except ValidationError as error:
-                raise ApiError(400, f"{name}: {first_error(error)['msg']}", param=name) from error
+                raise wrong(name, first_error(error)["msg"]) from error
         return None
 
     def _structures(self) -> dict[str, tuple[str, Any]]:

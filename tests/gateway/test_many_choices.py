@@ -78,7 +78,7 @@ def test_choices_that_no_node_takes_leave_nothing_behind(fresh: World) -> None:
     fresh.decode.reject = other.reject = "queue_full"
     assert posted(fresh, n=8).status_code == 429
     client = fresh.gateway.gateway._client
-    wait_until(lambda: not (client._attempts or client._groups or client._pending or client._cancelling))
+    wait_until(lambda: not (client.attempts or client._groups or client._pending or client._cancelling))
     fresh.decode.reset()
     assert posted(fresh, n=8).status_code == 200
 

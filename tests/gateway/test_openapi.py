@@ -111,7 +111,7 @@ def test_every_route_is_described(gateway: RunningGateway) -> None:
             assert found.status_code in (200, 400, 503), (path, method)
     routes = {
         (route.path.replace(":path", ""), method.lower())  # type: ignore[attr-defined]
-        for route in gateway.gateway._admission._app.routes  # type: ignore[attr-defined]
+        for route in gateway.gateway._admission.app.routes  # type: ignore[attr-defined]
         for method in getattr(route, "methods", ())
         if method != "HEAD" and not route.path.startswith(("/docs", "/redoc"))  # type: ignore[attr-defined]
     }

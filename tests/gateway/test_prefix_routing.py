@@ -40,7 +40,7 @@ NODES = ("one", "two", "three")
     ],
 )
 def test_the_choice(cached: dict[str, int], load: tuple[int, int, int], expected: str) -> None:
-    assert ranked(NODES, cached, dict(zip(NODES, load, strict=True)))[0] == expected
+    assert ranked(dict(zip(NODES, load, strict=True)), cached)[0] == expected
 
 
 class SimulatedNode:
@@ -90,7 +90,7 @@ def test_sessions_find_what_is_cached_and_fill_nodes_evenly() -> None:
             history = np.concatenate([history, question])
             hashes = block_hashes(history.astype(np.int32))
             load = {node.name: node.known_load for node in nodes.values()}
-            node = nodes[ranked(NODES, index.matched(hashes), load)[0]]
+            node = nodes[ranked(load, index.matched(hashes))[0]]
             requests += 1
             found += node.cached(hashes)
             findable += max(other.cached(hashes) for other in nodes.values())

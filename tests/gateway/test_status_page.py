@@ -143,7 +143,7 @@ def test_the_history_of_a_node_is_bounded_and_goes_with_it(fresh: World) -> None
     for second in range(SAMPLES + 10):
         status.sample(float(second))
     assert {len(node["history"]["kv_usage"]) for node in status.report(0.0)["nodes"]} == {SAMPLES}
-    gateway.registry._nodes.clear()
+    gateway.registry.nodes.clear()
     status.sample(1000.0)
     assert status._sampled == {}
 

@@ -96,13 +96,13 @@ def test_an_argument_that_the_schema_does_not_name() -> None:
 @pytest.mark.parametrize("parameters", [None, True, {}, {"properties": 5, "required": 5}, {"required": [5]}])
 def test_schemas_that_say_nothing(parameters: Any) -> None:
     tools = ToolSet([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
-    assert tools.properties("f") == {}
-    assert tools.required("f") == frozenset()
+    assert tools["f"].properties == {}
+    assert tools["f"].required == frozenset()
     assert tools.types("f", "a") is None
 
 
 def test_required_arguments_without_a_schema_are_known() -> None:
-    assert ToolSet([tool("f", {"a": {"type": "null"}}, ["b"])]).properties("f") == {"a": {"type": "null"}, "b": {}}
+    assert ToolSet([tool("f", {"a": {"type": "null"}}, ["b"])])["f"].properties == {"a": {"type": "null"}, "b": {}}
 
 
 @pytest.mark.parametrize("text", ["NaN", "-Infinity", "[" * 100_000, "", "'a'", "True", "1 2"])
