@@ -86,10 +86,7 @@ def test_recorded_selections_are_played_from_different_steps(trace: Path) -> Non
     for _ in range(60):  # more than are recorded, before buffers settle
         recorded.write(CONTEXT, into)
     recorded.settle()
-    begun = torch.zeros_like(into)
-    recorded.write(CONTEXT, begun)
     recorded.write(CONTEXT, into)
-    assert not torch.equal(begun, into)
     positions = np.load(trace)["positions"]
     starts = set()
     for selection in into.flatten(0, 1):
@@ -144,13 +141,8 @@ def test_with_device_memory_enough_requests_become_whole() -> None:
 @pytest.mark.usefixtures("without_device")
 @pytest.mark.parametrize(("drafts", "resident"), [(0, False), (2, False), (2, True)])
 def test_a_step_takes_its_tokens_and_drafts(drafts: int, resident: bool) -> None:
-    config = DecodeBench(
-        context=CONTEXT,
-        quantization="none",
-        speculative_num_steps=drafts,
-        device_buffer_size=2 * K,
-        resident=resident,
-    )
+    config = DecodeBench(context=CONTEXT, quantization="none", device_buffer_size=2 * K, resident=resident)
+    config = replace(config, speculative_num_steps=drafts)
     model = model_of(network_config(small_sizes(num_nextn_predict_layers=1)), config, CPU, drafts=drafts > 0)
     decoding, selected = DecodingBatch(config, model, BATCH, CPU), PublishedSelections(SHAPE)
     timed = decoding.time(selected, steps=10)
