@@ -1,6 +1,5 @@
 """`hisparse-pd bench decode`: a decode step of a published shape, part by part, beside what the hardware takes."""
 
-import gc
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,7 +8,7 @@ import torch
 from rich.console import Console
 
 from base.errors import StartupError
-from benchmarks.decode.batch import DecodingBatch
+from benchmarks.decode.batch import DecodingBatch, give_back_memory
 from benchmarks.decode.config import DecodeBench
 from benchmarks.decode.report import CaseResult, print_results, write_json, write_png
 from benchmarks.decode.selections import NewPositions, Selections, read_selections
@@ -41,7 +40,7 @@ def run_decode_bench(config: DecodeBench, console: Console | None = None) -> lis
         model = build_model(config, device, drafts=config.speculative_num_steps > 0, idle=idle)
     except ValueError as error:
         raise StartupError(f"bench decode: {error}") from error
-    _selections(config, model, new_positions, config.device_buffer_size)  # refuses what cannot be selected
+    selections_of(config, model, new_positions, config.device_buffer_size)  # refuses what cannot be selected
     link = copy_gb_per_s()
     streams = use_streams(device)
     results: list[CaseResult] = []
@@ -66,13 +65,7 @@ def run_decode_bench(config: DecodeBench, console: Console | None = None) -> lis
     return results
 
 
-def give_back_memory() -> None:
-    """Of a batch that is closed: its recorded steps and its coordinator refer to each other, and hold gigabytes."""
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def _selections(config: DecodeBench, model: RankModel, new_positions: list[int], hot_size: int) -> list[Selections]:
+def selections_of(config: DecodeBench, model: RankModel, new_positions: list[int], hot_size: int) -> list[Selections]:
     """All that the flags name, for a hot buffer of this size. Raises StartupError for what cannot be selected."""
     shape = Shape(model.spec.index_topk, hot_size, model.spec.kv_layout.item_bytes, config.context)
     steps, queries = max(config.steps, _PROFILED_STEPS), 1 + config.speculative_num_steps
@@ -87,7 +80,7 @@ def _time(
     decoding, drafts = DecodingBatch(config, model, batch, device), config.speculative_num_steps
     # The draft layer selects what the last token selects: the part of all selections that can be misses.
     part = 1 - drafts / ((1 + drafts) * model.spec.num_index_layers)
-    for selected in _selections(config, model, new_positions, decoding.hot_size):
+    for selected in selections_of(config, model, new_positions, decoding.hot_size):
         timing = decoding.time(selected, config.steps)
         misses_nothing = config.resident or config.resident_rows
         expected = 0 if misses_nothing else None if config.pools_gib else selected.new_positions
@@ -114,7 +107,7 @@ def _profile(
 ) -> list[KernelTimes]:
     """Kernels of the same cases, in the same order."""
     decoding = DecodingBatch(config, model, batch, device)
-    selections = _selections(config, model, new_positions, decoding.hot_size)
+    selections = selections_of(config, model, new_positions, decoding.hot_size)
     kernels = [decoding.profile(selected, _PROFILED_STEPS) for selected in selections]
     decoding.close()
     return kernels

@@ -14,15 +14,13 @@ import typer
 from rich.console import Console
 
 from base.errors import StartupError
-from benchmarks.decode.batch import DecodingBatch
-from benchmarks.decode.bench import give_back_memory, numbers
+from benchmarks.decode.batch import DecodingBatch, give_back_memory
+from benchmarks.decode.bench import numbers, selections_of
 from benchmarks.decode.config import DecodeBench
-from benchmarks.decode.selections import read_selections
 from benchmarks.decode.timing import use_streams
 from benchmarks.decode.workload import build_model
 from benchmarks.parts_report import table, what_was_computed, write_document
 from benchmarks.program import run
-from benchmarks.swap_in.workload import Shape
 from model.families import ShapeName
 from model.roofline import RankModel
 
@@ -57,9 +55,10 @@ def measure(config: DecodeBench, model: RankModel, batch: int, rounds: int, devi
             try:
                 turn = _turn(as_configured, model, batch, way, device)
                 turns[way].append(turn)
-            except StartupError:
+            except StartupError as error:
                 if way == HISPARSE:
                     raise
+                typer.echo(f"{batch} requests, {way}: {error}")
                 del ways[way]
             give_back_memory()
     return [replace(of[-1], step_ms=tuple(ms for turn in of for ms in turn.step_ms)) for of in turns.values()]
@@ -67,8 +66,7 @@ def measure(config: DecodeBench, model: RankModel, batch: int, rounds: int, devi
 
 def _turn(config: DecodeBench, model: RankModel, batch: int, way: str, device: torch.device) -> Turns:
     decoding = DecodingBatch(config, model, batch, device)
-    shape = Shape(model.spec.index_topk, decoding.hot_size, model.spec.kv_layout.item_bytes, config.context)
-    selected = read_selections(config.selections[0], shape, config.steps, 1 + config.speculative_num_steps)
+    (selected,) = selections_of(config, model, [], decoding.hot_size)
     timing = decoding.time(selected, config.steps)
     whole, buffer = decoding.whole, decoding.pool.device_buffer_size
     decoding.close()
@@ -83,7 +81,7 @@ def main(
     rank_of: Annotated[int, typer.Option(min=1, help="Of a group of so many: that part of the experts.")] = 8,
     batch: Annotated[str, typer.Option(help="Requests that decode.")] = "1,8,16",
     context: Annotated[int, typer.Option(min=1, help="Tokens of each request.")] = 32768,
-    pools_gib: Annotated[float, typer.Option(min=0, help="HBM for KV.")] = 37,
+    pools_gib: Annotated[float, typer.Option(min=1, help="HBM for KV.")] = 37,
     selections: Annotated[str, typer.Option(help="What steps select, as of bench decode.")] = "published",
     speculative_num_steps: Annotated[int, typer.Option(min=0, max=3, help="Drafts, all of them right.")] = 0,
     steps: Annotated[int, typer.Option(min=10, help="Steps that are timed in each turn.")] = 30,
