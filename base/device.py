@@ -36,6 +36,7 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._forked = False
 
     @contextmanager
     def fork(self) -> Iterator[None]:
@@ -48,13 +49,18 @@ class SideStream:
             yield
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._forked = True
         with torch.cuda.stream(self._stream):
             yield
 
     def join(self) -> None:
-        """Have the current stream wait for what was queued here."""
-        if self._stream is not None:
+        """Have the current stream wait for what was queued here since the last `join`.
+
+        If nothing was, there is no wait: in a recorded step each one costs some of the overlap of kernels.
+        """
+        if self._stream is not None and self._forked:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            self._forked = False
 
 
 def upload(values: Sequence[int] | npt.NDArray[Any], into: torch.Tensor) -> torch.Tensor:

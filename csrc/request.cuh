@@ -4,6 +4,7 @@
 #include "clock.cuh"
 #include "common.cuh"
 
+// The kernel that is launched directly before may write positions, first and valid, but not rows, newest and identity.
 struct SwapInParams {
     const POSITION_T* positions;  // [batch, QUERIES, k], -1 for none
     const INDEX_T* rows;          // [batch], distinct, negative for padding
@@ -98,7 +99,6 @@ struct Shared {
 // One request's part of the parameters.
 struct Request {
     i64 newest;
-    i64 identity;
     i64 first;
     int valid;
     int k;
@@ -112,9 +112,8 @@ struct Request {
     i64* miss_host_slots;
     i64* miss_device_slots;
 
-    __device__ __forceinline__ Request(const SwapInParams& p, i64 entry, i64 row, i64 newest, i64 identity)
+    __device__ __forceinline__ Request(const SwapInParams& p, i64 entry, i64 row, i64 newest)
         : newest(newest),
-          identity(identity),
           first(WINDOW > 1 ? p.first[entry] : newest),
           valid(WINDOW > 1 ? max(0, min(QUERIES, static_cast<int>(p.valid[entry]))) : 1),
           k(static_cast<int>(p.k)),
@@ -138,9 +137,6 @@ struct Request {
         for (int i = 1; i < QUERIES; ++i) query += place >= i * k;
         return query;
     }
-
-    // Whether the row has each position at the hot index of the same number.
-    __device__ __forceinline__ bool is_short() const { return newest + WINDOW <= identity; }
 
     // The hot index of an own token in a long row.
     __device__ __forceinline__ i32 own_hot(i32 position) const {

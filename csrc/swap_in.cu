@@ -54,9 +54,16 @@ class WarpMisses {
     }
 };
 
+// A short row's table up to its newest position. Selected positions are scattered over all of it.
+__device__ __forceinline__ void prefetch_granules(const i64* granules, i64 newest, const Cluster& cluster) {
+    constexpr int LINE = 128 / sizeof(i64);
+    const i64 entries = newest / HOT_GRANULE + 1, step = cluster.size * THREADS * LINE;
+    for (i64 at = (cluster.rank * THREADS + threadIdx.x) * LINE; at < entries; at += step) prefetch(granules + at);
+}
+
 // Padding selects nothing. A short request has each position at the hot index of the same number.
 __device__ __forceinline__ void resolve_unmanaged(const SwapInParams& p, const Request& request, const i64 (&loaded)[PLACES],
-                                                  const Cluster& cluster, bool padding) {
+                                                  const Cluster& cluster, const Shared& shared, bool padding) {
     u32 hits = 0, violations = 0;
     i32 position[PLACES];
     i64 granule[PLACES];
@@ -66,16 +73,19 @@ __device__ __forceinline__ void resolve_unmanaged(const SwapInParams& p, const R
         granule[j] = position[j] >= 0 ? request.granules[static_cast<u32>(position[j]) / HOT_GRANULE] : NONE;
         hits += position[j] >= 0;
     }
+    // One addition for a block: all go to one address, and the next kernel waits for them.
+    const u32 in_warp = __reduce_add_sync(ALL_LANES, violations << 16 | hits);
+    if (lane_id() == 0) shared.totals[warp_id()] = in_warp;
+    __syncthreads();
+    const u32 in_block = Totals(shared.totals).all();
+    if (threadIdx.x == 0) {
+        add(p.counters, HITS, in_block & 0xffff);
+        add(p.counters, VIOLATIONS, in_block >> 16);
+    }
 #pragma unroll
     for (int j = 0; j < PLACES; ++j) {
         if (!cluster.is_mine(chunk(j)) || place(j) >= request.places()) continue;
         request.slots[place(j)] = slot_in(granule[j], position[j]);
-    }
-    hits = __reduce_add_sync(ALL_LANES, hits);
-    violations = __reduce_add_sync(ALL_LANES, violations);
-    if (lane_id() == 0) {
-        add(p.counters, HITS, hits);
-        add(p.counters, VIOLATIONS, violations);
     }
 }
 
@@ -97,17 +107,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) swap_in(const __grid_co
     const int entry = blockIdx.x >> cluster.log2_size();
     mailbox.open();  // before it follows: this block's own memory
     cluster.arrive();
-    follow();
-    const POSITION_T* const positions = p.positions + entry * QUERIES * p.k;
     const i64 row = p.rows[entry], newest = p.newest[entry], identity = p.identity[entry];
+    const bool padding = (row | newest) < 0, is_short = newest + WINDOW <= identity;
+    if (is_short && !padding) prefetch_granules(p.hot_granules + row * p.row_granules, newest, cluster);
+    follow();
     i64 loaded[PLACES];
-    load_positions(positions, QUERIES * static_cast<int>(p.k), cluster, loaded);
-    const bool padding = (row | newest) < 0;
-    const Request request(p, entry, padding ? 0 : row, newest, identity);
+    load_positions(p.positions + entry * QUERIES * p.k, QUERIES * static_cast<int>(p.k), cluster, loaded);
+    const Request request(p, entry, padding ? 0 : row, newest);
     const bool reports = cluster.rank == 0 && threadIdx.x == 0;
-    if (padding | request.is_short()) {  // one branch, so that all three loads are waited for at once
+    if (padding | is_short) {
         if (reports) p.miss_counts[entry] = 0;
-        resolve_unmanaged(p, request, loaded, cluster, padding);
+        resolve_unmanaged(p, request, loaded, cluster, shared, padding);
         return;
     }
 

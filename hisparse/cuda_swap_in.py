@@ -17,6 +17,9 @@ from kvcache.host_pool import HostKVPool
 
 _AHEAD_BLOCKS = 16
 """Fewer copy for longer than earlier layers compute, and more slow these down (docs/benchmarks.md)."""
+_FEW_QUERIES = 4
+"""What so many miss is copied in less time than a layer computes. A wait in a recorded step takes microseconds, so all
+layers of a group wait for one copy."""
 _INDEX_TYPES: dict[torch.dtype, IndexType] = {torch.int32: "int32", torch.int64: "int64"}
 
 
@@ -24,12 +27,13 @@ _INDEX_TYPES: dict[torch.dtype, IndexType] = {torch.int32: "int32", torch.int64:
 class CudaSwapInPlan(SwapInPlan):
     """miss_counts: int32 [batch], distinct misses; that many entries of each row of `miss_host_slots` and
     `miss_device_slots`, int64 [batch, queries * k], are written, the others are undefined. fetched_layer: the layer
-    that the resolve fetched, -1 if none. ahead: of layers that are copied ahead, what is recorded after their copy.
+    that the resolve fetched, -1 if none. ahead: of layers that are copied ahead, what is recorded after their copy;
+    None for those that are copied together with the layer before.
     """
 
     miss_counts: torch.Tensor
     fetched_layer: int
-    ahead: dict[int, torch.cuda.Event] = field(default_factory=dict)
+    ahead: dict[int, torch.cuda.Event | None] = field(default_factory=dict)
 
 
 class CudaSwapIn(SwapInBackend):
@@ -136,22 +140,28 @@ class CudaSwapIn(SwapInBackend):
     def fetch(self, plan: SwapInPlan, layer: int) -> None:
         assert isinstance(plan, CudaSwapInPlan)
         if layer in plan.ahead:
-            torch.cuda.current_stream(self._on).wait_event(plan.ahead[layer])
+            if copied := plan.ahead[layer]:
+                torch.cuda.current_stream(self._on).wait_event(copied)
         elif layer != plan.fetched_layer:
             self._copy_misses(plan, layer)
 
     def _copy_ahead(self, plan: CudaSwapInPlan, layers: Sequence[int]) -> None:
         """The plan's tensors outlive the copies: the step keeps plans until all layers have waited for theirs."""
+        together = len(layers) if len(plan.slots) <= _FEW_QUERIES else 1
         self._ahead.wait_stream(torch.cuda.current_stream(self._on))
         with torch.cuda.stream(self._ahead):
-            for layer in layers:
-                self._copy_misses(plan, layer, _AHEAD_BLOCKS)
+            for layer in layers[::together]:
+                self._copy_misses(plan, layer, together, _AHEAD_BLOCKS // together)
+                plan.ahead.update(dict.fromkeys(range(layer, layer + together)))
                 plan.ahead[layer] = self._ahead.record_event()
 
-    def _copy_misses(self, plan: CudaSwapInPlan, layer: int, most_blocks: int | None = None) -> None:
+    def _copy_misses(
+        self, plan: CudaSwapInPlan, layer: int, num_layers: int = 1, most_blocks: int | None = None
+    ) -> None:
+        """most_blocks: of each layer."""
         copy_items(
-            self.host.kv[layer, None],
-            self.device.kv[layer, None],
+            self.host.kv[layer : layer + num_layers],
+            self.device.kv[layer : layer + num_layers],
             plan.miss_host_slots,
             plan.miss_device_slots,
             counts=plan.miss_counts,

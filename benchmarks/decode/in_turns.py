@@ -17,7 +17,7 @@ from base.errors import StartupError
 from benchmarks.decode.batch import DecodingBatch, give_back_memory
 from benchmarks.decode.bench import numbers, selections_of
 from benchmarks.decode.config import DecodeBench
-from benchmarks.decode.timing import use_streams
+from benchmarks.decode.timing import describe_filling, use_streams
 from benchmarks.decode.workload import build_model
 from benchmarks.parts_report import table, what_was_computed, write_document
 from benchmarks.program import run
@@ -32,7 +32,8 @@ WAYS = (HISPARSE, ALL_IN_HBM)
 @dataclass(frozen=True)
 class Turns:
     """A batch in one way. step_ms: the median of the steps of each round. misses: of a token and index layer. buffer:
-    hot slots of a request that is not whole in HBM. whole: how many requests are."""
+    hot slots of a request that is not whole in HBM. whole: how many requests are. filling_ms: of the last round, see
+    StepTiming."""
 
     batch: int
     way: str
@@ -40,6 +41,7 @@ class Turns:
     misses: float
     buffer: int
     whole: int
+    filling_ms: tuple[float, ...]
 
     @property
     def median_ms(self) -> float:
@@ -70,7 +72,7 @@ def _turn(config: DecodeBench, model: RankModel, batch: int, way: str, device: t
     timing = decoding.time(selected, config.steps)
     whole, buffer = decoding.whole, decoding.pool.device_buffer_size
     decoding.close()
-    return Turns(batch, way, (timing.median_ms,), timing.misses, buffer, whole)
+    return Turns(batch, way, (timing.median_ms,), timing.misses, buffer, whole, timing.filling_ms)
 
 
 def main(
@@ -125,6 +127,8 @@ def main(
         for turns in ways.values():
             rounded = ", ".join(f"{ms:.2f}" for ms in turns.step_ms)
             typer.echo(f"{requests} requests, {turns.way}: {rounded} ms")
+            if filling := describe_filling(turns.filling_ms):
+                typer.echo(filling)
     del streams
     Console().print(shown)
     typer.echo(

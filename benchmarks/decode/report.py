@@ -1,6 +1,5 @@
 """What was measured, as a table, JSON and a figure."""
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -9,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.decode.config import DecodeBench
-from benchmarks.decode.timing import StepTiming
+from benchmarks.decode.timing import StepTiming, describe_filling
 from benchmarks.parts_report import LIMIT, draw_parts, print_columns, table, what_was_computed, write_document
 from model.roofline import StepPart, Works
 
@@ -66,13 +65,8 @@ def print_results(results: list[CaseResult], config: DecodeBench, weight_bytes: 
         )
     console.print(steps, "")
     for result in results:
-        if len(times := result.timing.filling_ms) > 1:
-            console.print(
-                f"{result.name}: while rows became resident, {len(times)} steps took "
-                f"{statistics.median(times):.2f} ms, 99% of them at most "
-                f"{statistics.quantiles(times, n=100, method='inclusive')[-1]:.2f} ms",
-                highlight=False,
-            )
+        if filling := describe_filling(result.timing.filling_ms):
+            console.print(f"{result.name}: {filling}", highlight=False)
     print_columns(console, results, _parts)
     console.print(
         f"{what_was_computed(config, weight_bytes)}, {config.context} tokens a request, "

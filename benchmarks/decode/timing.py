@@ -1,5 +1,6 @@
 """Time of a decode step, and the parts of it."""
 
+import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,18 @@ _STREAMS = 24
 
 KernelTimes = dict[str, tuple[float, float]]
 """Milliseconds of each kernel in a step, and how many there are, by name; those that take longest first."""
+
+
+def describe_filling(filling_ms: Sequence[float]) -> str:
+    """What a report says of the steps in which rows became resident; empty if there are no three."""
+    if len(filling_ms) < 3:
+        return ""
+    first, *others = filling_ms
+    last = statistics.quantiles(others, n=100, method="inclusive")[-1]
+    return (
+        f"the first step, which misses all that it selects, took {first:.2f} ms; {len(others)} others in which rows "
+        f"became resident {statistics.median(others):.2f} ms, 99% of them at most {last:.2f} ms"
+    )
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ def test_a_step_takes_its_tokens_and_drafts(drafts: int, resident: bool) -> None
     model = model_of(network_config(small_sizes(num_nextn_predict_layers=1)), config, CPU, drafts=drafts > 0)
     decoding, selected = DecodingBatch(config, model, BATCH, CPU), PublishedSelections(SHAPE)
     timed = decoding.time(selected, steps=10)
-    settling = 3 if resident else selected.settle()
+    settling = 64 if resident else selected.settle()
     assert decoding.requests.newest == CONTEXT + (settling + 10) * (1 + drafts)
     assert timed.misses / K == pytest.approx(0 if resident else 0.134, abs=0.05)
     decoding.close()
