@@ -109,13 +109,11 @@ def test_a_request_is_reported_with_where_it_is(fresh: World) -> None:
     other = fresh.start_decode()
     other.hold_after = 2
     fresh.decode.die()
-    wait_until(lambda: reported(fresh)["phases"]["streaming"] == 1)
+    wait_until(lambda: [request["tokens"] for request in reported(fresh)["slowest"]] == [2])
     [request] = reported(fresh)["slowest"]
-    assert (request["node"], request["tokens"], request["migrations"]) == (other.me.address, 2, 1)
-    assert {node["address"]: node["state"] for node in decode_nodes(fresh)} == {
-        fresh.decode.me.address: "lost",
-        other.me.address: "ready",
-    }
+    assert (request["phase"], request["node"], request["migrations"]) == ("streaming", other.me.address, 1)
+    states = {fresh.decode.me.address: "lost", other.me.address: "ready"}
+    wait_until(lambda: {node["address"]: node["state"] for node in decode_nodes(fresh)} == states)
     wait_until(lambda: any(node["history"]["kv_usage"][-1:] == [None] for node in decode_nodes(fresh)))
     other.die()
     assert waiting.result().status_code == 500
