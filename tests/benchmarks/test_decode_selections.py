@@ -12,6 +12,7 @@ from benchmarks.decode.batch import DecodingBatch
 from benchmarks.decode.config import DecodeBench
 from benchmarks.decode.in_turns import HISPARSE, WAYS, measure
 from benchmarks.decode.selections import PublishedSelections, read_selections
+from benchmarks.decode.timing import describe_filling
 from benchmarks.decode.workload import GIB, model_of
 from benchmarks.stepping import GREEDY, launch, next_tokens
 from benchmarks.swap_in.workload import Shape
@@ -128,6 +129,9 @@ def test_with_device_memory_enough_requests_become_whole() -> None:
     assert decoding.whole == 0
     timed = decoding.time(PublishedSelections(SHAPE), steps=10)
     assert len(timed.filling_ms) > BATCH
+    filling = describe_filling((9, 3, 4, 5))
+    assert "the first step, which misses all that it selects, took 9.00 ms; 3 others" in filling
+    assert filling.endswith("4.00 ms, 99% of them at most 4.98 ms")
     assert (decoding.whole, timed.misses) == (BATCH, 0)
     decoding.close()
 
