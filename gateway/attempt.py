@@ -184,7 +184,7 @@ class Attempt:
         if not self._arrived and self.failure is not None:
             raise self.failure
         arrived, self._arrived = self._arrived, []
-        self.held.give(self._waiting_bytes)
+        self.held.add(-self._waiting_bytes)
         self._waiting_bytes = 0
         return arrived
 
