@@ -106,18 +106,6 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
             return {**text, "prompt_token_ids": self.prepared.prompt_ids(index)}
         return text
 
-    def _given(self, kept: Sequence[KeptAnswer]) -> Sequence[KeptAnswer]:
-        """Of each prompt those whose tokens are the likeliest on average, the best first."""
-        computed, given = self._request.computed_choices, self._request.choices
-        if computed == given:
-            return kept
-        prompts = [kept[start : start + computed] for start in range(0, len(kept), computed)]
-        return [
-            best
-            for answers in prompts
-            for best in sorted(answers, key=lambda answer: answer.average_logprob, reverse=True)[:given]
-        ]
-
     def _stays_plain(self, index: int) -> bool:
         """An echo is part of the first text, which has been rendered."""
         return True
