@@ -219,12 +219,12 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]
 """An object of which nothing more is known, such as a JSON schema."""
 
 _T = TypeVar("_T")
-
-
+_Text = TypeVar("_Text", bound=str)
 TEXT_OR_OTHER = Discriminator(lambda value: "<text>" if isinstance(value, str) else "<other>")
 """Tells a string, which is tagged `<text>`, from anything else, which is tagged `<other>`."""
 JsonOrText = Annotated[Annotated[JsonObject, Tag("<other>")] | Annotated[str, Tag("<text>")], TEXT_OR_OTHER]
-TextOr = Annotated[Annotated[str, Tag("<text>")] | Annotated[list[_T], Tag("<other>")], TEXT_OR_OTHER]
+TextOrOther = Annotated[Annotated[_Text, Tag("<text>")] | Annotated[_T, Tag("<other>")], TEXT_OR_OTHER]
+TextOr = TextOrOther[str, list[_T]]
 """Text, or a list of pieces."""
 
 

@@ -3,21 +3,13 @@
 from abc import ABC, abstractmethod
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PlainValidator, Tag, ValidationError, model_validator
+from pydantic import Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.errors import shown
 from gateway.formats.conversation import PromptEnd
 from gateway.formats.tools import CallRules, ToolSet
-from gateway.requests.body import (
-    OF_MESSAGES,
-    TEXT_OR_OTHER,
-    FieldPolicy,
-    JsonObject,
-    Piece,
-    RequestBody,
-    invalid,
-)
+from gateway.requests.body import OF_MESSAGES, FieldPolicy, JsonObject, Piece, RequestBody, TextOrOther, invalid
 from gateway.requests.generation import MAX_STOP_CHARS, MAX_STOPS, CommonFields, GenerationRequest
 
 MAX_TOOLS = 512
@@ -125,9 +117,7 @@ class NamedTool(Piece):
     function: _NamedFunction
 
 
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<text>")] | Annotated[NamedTool, Tag("<other>")], TEXT_OR_OTHER
-]
+ToolChoice = TextOrOther[Literal["none", "auto", "required"], NamedTool]
 
 
 class ChatPromptFields(Piece):
