@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from prometheus_client import Counter
 
-from gateway.errors import ApiError
+from gateway.errors import ApiError, unavailable
 
 
 class HeldAnswers:
@@ -36,8 +36,7 @@ class HeldAnswers:
             )
             self._end(account, "too_large", ApiError(400, text, code="answer_too_large"))
         if self.held - self.leaving > self._total:
-            text = "this gateway holds as many bytes of answers as it may; try again later"
-            error = ApiError(503, text, code="service_unavailable", retry_after=1.0)
+            error = unavailable("this gateway holds as many bytes of answers as it may; try again later")
             self._end(max(self.open, key=lambda each: each.held), "too_many_bytes", error)
         return account.error
 
@@ -88,6 +87,5 @@ class HeldBytes:
             raise self.error
 
     def close(self) -> None:
-        """Forget the request: its answers are written or dropped."""
         self.add(-self.held)
         self._all.open.discard(self)

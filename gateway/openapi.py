@@ -36,7 +36,6 @@ _FAILURES = {
 
 
 def document() -> Json:
-    """The API's description in OpenAPI 3.1."""
     models: list[type[Any]] = [Error, AnthropicError, NotReady]
     models += [endpoint.answer for endpoint in ENDPOINTS if endpoint.answer is not None]
     models += [endpoint.body for endpoint in ENDPOINTS if isinstance(endpoint, Computes | Generates)]

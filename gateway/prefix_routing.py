@@ -54,7 +54,6 @@ class PrefixIndex:
         self._nodes.pop(boot_id, None)
 
     def blocks(self, boot_id: str) -> int:
-        """How many blocks are known of a node."""
         return len(self._nodes.get(boot_id, _NodeBlocks()).known)
 
     def matched(self, hashes: BlockHashes) -> dict[str, int]:

@@ -191,8 +191,6 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
 
 
 def chosen_logprob(token: Token, name: Callable[[int], str], bytes_of: Callable[[int], bytes]) -> ChosenLogprob:
-    """A token with its log probability and alternatives."""
-
     def named(token_id: int, logprob: float | None) -> TokenLogprob:
         return {"token": name(token_id), "logprob": logprob, "bytes": list(bytes_of(token_id))}
 

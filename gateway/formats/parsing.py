@@ -286,7 +286,6 @@ class CallParser(PieceReader, ABC):
         self._end_call()
 
     def _end_call(self) -> None:
-        """End a call whose arguments are complete."""
         self._waiting.append(CallEnd(self._calls))
         self._calls += 1
         self.called = True

@@ -102,7 +102,6 @@ class ToolDefinition(Piece):
     function: FunctionDefinition
 
     def rendered(self) -> dict[str, Any]:
-        """The tool as chat formats expect it."""
         return self.model_dump(include={"type", "function"}, exclude_none=True)
 
 
