@@ -1,12 +1,12 @@
 """The API's description, /openapi.json: made of the table of endpoints."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from pydantic import TypeAdapter
 
 from base.version import VERSION
 from gateway.answers.streamed import StreamedAnswer
-from gateway.endpoints import ENDPOINTS, Computes, Endpoint, Generates
+from gateway.endpoints import ENDPOINTS, Computes, Endpoint, Generates, Reads, Status
 from gateway.errors import AnthropicError, Error, is_anthropic
 from service.status import NotReady
 
@@ -37,7 +37,7 @@ _FAILURES = {
 
 def document() -> Json:
     models: list[type[Any]] = [Error, AnthropicError, NotReady]
-    models += [endpoint.answer for endpoint in ENDPOINTS if endpoint.answer is not None]
+    models += [answer for endpoint in ENDPOINTS if (answer := _answer(endpoint)) is not None]
     models += [endpoint.body for endpoint in ENDPOINTS if isinstance(endpoint, Computes | Generates)]
     mode: Literal["validation"] = "validation"
     references, definitions = TypeAdapter.json_schemas(
@@ -57,7 +57,7 @@ def document() -> Json:
         return {str(status): {"description": text, "content": error} for status, text in statuses.items()}
 
     def operation(endpoint: Endpoint) -> Json:
-        path, answer = endpoint.path, endpoint.answer
+        path, answer = endpoint.path, _answer(endpoint)
         text: Json = {"text/plain": {"schema": {"type": "string"}}}
         answered: Json = {
             "description": endpoint.summary if answer is None else answer.__doc__,
@@ -105,3 +105,16 @@ def document() -> Json:
 
 def _name(method: str, path: str) -> str:
     return "_".join([method, *(part.strip("{}") for part in path.split("/") if part not in ("", "v1"))])
+
+
+def _answer(endpoint: Endpoint) -> type[Any] | None:
+    """The TypedDict of a whole answer; None: text."""
+    match endpoint:
+        case Status():
+            return endpoint.answer
+        case Generates():
+            hints = get_type_hints(endpoint.renderer.whole)
+        case Reads() | Computes():
+            hints = get_type_hints(endpoint.render)
+    answer: type[Any] = hints["return"]
+    return answer
