@@ -255,17 +255,17 @@ class KindsOf:
 _Body = TypeVar("_Body", bound=RequestBody)
 
 
-def parse(kind: type[_Body], body: bytes, policy: FieldPolicy) -> _Body:
-    """A validated request. Raises ApiError (400) that names the field, what was expected and what was found."""
+def parse(kind: type[_Body], body: bytes | Mapping[str, Any], policy: FieldPolicy) -> _Body:
+    """A validated request. body: JSON, or what it says. Raises ApiError (400), which names field and mistake."""
     try:
-        request = kind.model_validate_json(body)
+        request = kind.model_validate_json(body) if isinstance(body, bytes) else kind.model_validate(body)
     except ValidationError as error:
-        raise invalid(error) from error
+        raise _invalid(error) from error
     request.check_fields(policy)
     return request
 
 
-def invalid(error: ValidationError) -> ApiError:
+def _invalid(error: ValidationError) -> ApiError:
     """The first error of a validation, as clients are told."""
     first = first_error(error)
     # Tags of unions are no part of a field's name. Keys are the client's, and may be of any length.
