@@ -81,7 +81,6 @@ class DecodeClient:
             generation.move(GenerationPhase.ENDED)
 
     def deliver(self, sender: Peer, message: Accepted | Rejected | Outputs) -> None:
-        """Take a decode node's message."""
         match message:
             case Accepted():
                 if attempt := self._attempt(message.request_id, sender):

@@ -50,7 +50,6 @@ class PrefixIndex:
         return self._nodes.get(boot_id, _NodeBlocks()).serial
 
     def forget(self, boot_id: str) -> None:
-        """That process is gone."""
         self._nodes.pop(boot_id, None)
 
     def blocks(self, boot_id: str) -> int:

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from itertools import count
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -163,7 +164,7 @@ class ResponseAnswer(BlockAnswer, StreamedAnswer):
         assert isinstance(self.prepared.body, ResponsesRequest)
         self._source = self.prepared.body
         self._created = int(time.time())
-        self._sequence = 0
+        self._sequence = count()
         self._ids: list[str] = []
         """By block, the id of its item."""
         self._logprobs: dict[int, Column[ChosenLogprob]] = {}
@@ -248,9 +249,7 @@ class ResponseAnswer(BlockAnswer, StreamedAnswer):
         ]
 
     def _event(self, kind: str, **fields: object) -> Json:
-        event: Json = {"type": kind, "sequence_number": self._sequence, **fields}
-        self._sequence += 1
-        return event
+        return {"type": kind, "sequence_number": next(self._sequence), **fields}
 
     def _item(self, block: Block, begins: bool = False) -> Item:
         """begins: the item before anything of it. The block may have grown since."""

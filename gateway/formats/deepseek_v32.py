@@ -108,8 +108,6 @@ def render(
 
 
 class _Conversation:
-    """One conversation that is being rendered."""
-
     def __init__(self, messages: Sequence[Message], tools: Sequence[Tool], thinking: bool, end: PromptEnd) -> None:
         if not messages:
             raise FormatError("messages: expected at least one")
