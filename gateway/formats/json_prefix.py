@@ -9,6 +9,8 @@ _MAX_NUMBER = 1000
 
 _SPACE = " \t\n\r"
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_ESCAPE_PREFIX = re.compile(r"\\(u[0-9a-fA-F]{0,3})?")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _NUMBER_PREFIX = re.compile(r"-?(0|[1-9][0-9]*)?((?<=[0-9])\.[0-9]*)?((?<=[0-9])[eE][+-]?[0-9]*)?")
 _NAMES = ("true", "false", "null")
@@ -67,18 +69,12 @@ class JsonPrefix:
         return character in _SPACE or self._take_token(character)
 
     def _take_in_string(self, character: str) -> bool:
-        if self._escape:
+        if self._escape or character == "\\":
             self._escape += character
-            if len(self._escape) == 2:
-                if character != "u":
-                    self._escape = ""
-                return character in '"\\/bfnrtu'
-            if len(self._escape) == 6:
+            if _ESCAPE.fullmatch(self._escape):
                 self._escape = ""
-            return character in "0123456789abcdefABCDEF"
-        if character == "\\":
-            self._escape = character
-            return True
+                return True
+            return _ESCAPE_PREFIX.fullmatch(self._escape) is not None
         if character != '"':
             return False  # a control character
         self._in_string = False
