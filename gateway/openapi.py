@@ -64,10 +64,11 @@ def document() -> Json:
             "content": text if answer is None else content(answer),
         }
         responses: Json = {"200": answered}
-        posts = isinstance(endpoint, Computes | Generates)
+        names = (part.strip("{}") for part in path.split("/") if part not in ("", "v1"))
+        method = "post" if isinstance(endpoint, Computes | Generates) else "get"
         described: Json = {
             "summary": endpoint.summary,
-            "operationId": _name("post" if posts else "get", path),
+            "operationId": "_".join([method, *names]),
             "responses": responses,
         }
         if not endpoint.needs_key:
@@ -85,7 +86,7 @@ def document() -> Json:
             responses |= refused(path, {404: _FAILURES[404]})
             of_path = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
             described["parameters"] = [of_path]
-        return {"post" if posts else "get": described}
+        return {method: described}
 
     return {
         "openapi": "3.1.0",
@@ -101,10 +102,6 @@ def document() -> Json:
         # A gateway without keys lets everyone in.
         "security": [{"bearer": []}, {"key": []}, {}],
     }
-
-
-def _name(method: str, path: str) -> str:
-    return "_".join([method, *(part.strip("{}") for part in path.split("/") if part not in ("", "v1"))])
 
 
 def _answer(endpoint: Endpoint) -> type[Any] | None:

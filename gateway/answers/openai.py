@@ -248,6 +248,10 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
     def _finished(self, index: int, reason: EndReason | None) -> str | None:
         return reason
 
+    def _stays_plain(self, index: int) -> bool:
+        """Whether every text of a choice is rendered as it is from now on, up to the choice's last delta."""
+        return True
+
     @abstractmethod
     def _logprobs(self, index: int, delta: Delta) -> object:
         """Those of a choice of a chunk."""
@@ -259,10 +263,6 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
     @abstractmethod
     def _text(self, index: int, delta: Delta) -> Json:
         """Of a choice of a chunk, the text and what else depends on it."""
-
-    @abstractmethod
-    def _stays_plain(self, index: int) -> bool:
-        """Whether every text of a choice is rendered as it is from now on, up to the choice's last delta."""
 
     def _given(self, kept: Sequence[KeptAnswer]) -> Sequence[KeptAnswer]:
         """Of each prompt those whose tokens are the likeliest on average, the best first."""
