@@ -152,6 +152,10 @@ class Attempt:
         cached = self.request.outcome.cached_tokens
         return Counter(generated=self.received, prompt=len(self.request.prompt_ids), cached=cached)
 
+    def warn(self, event: str, **fields: object) -> None:
+        """Log what is wrong with this attempt."""
+        log.warning(event, request_id=self.generate.request_id, node=self.node.address, **fields)
+
     def deliver(self, output: Output, now: float) -> None:
         """Take new tokens. Ignores repeated ones."""
         if self.over:
@@ -184,7 +188,7 @@ class Attempt:
         if not self._arrived and self.failure is not None:
             raise self.failure
         arrived, self._arrived = self._arrived, []
-        self.held.give(self._waiting_bytes)
+        self.held.add(-self._waiting_bytes)
         self._waiting_bytes = 0
         return arrived
 
@@ -251,10 +255,5 @@ class Attempt:
         if output.finish_reason == "invalid":
             field, reason = self.request.structure_field, output.error or "the request cannot be carried out"
             return ApiError(400, reason) if field is None else wrong(field, reason)
-        log.warning(
-            "decode node ended a request with an error",
-            request_id=output.request_id,
-            node=self.node.address,
-            reason=output.error,
-        )
+        self.warn("decode node ended a request with an error", reason=output.error)
         return self.request.failed("the request failed at its decode node")

@@ -32,13 +32,11 @@ class ClientUsage:
 
     def begin(self, client: Client, now: float) -> None:
         """A request of a client begins, and has to end. Raises ApiError (429) if that is more than its key allows."""
-        account = self._account(client, now)
-        most = client.max_concurrent_requests
-        if account is not None and most is not None and account.serving >= most:
+        account, most = self._account(client, now), client.max_concurrent_requests
+        if most is not None and account.serving >= most:
             raise self._refused("client_requests", f"this key has {most} requests at a time, its limit", 1.0)
         self._check_tokens(client, now)
-        if account is not None:
-            account.serving += 1
+        account.serving += 1
         if client.name is not None:
             self._metrics.client_requests.labels(client.name).inc()
 
@@ -54,27 +52,26 @@ class ClientUsage:
         if prepared is not None:
             self.add(client, "cached", prepared.cached_tokens, now)
             self.add(client, "generated", prepared.generated_tokens, now)
-        if (account := self._account(client, now)) is not None:
-            account.serving -= 1
+        self._account(client, now).serving -= 1
 
     def add(self, client: Client, kind: str, tokens: int, now: float) -> None:
         """Count tokens. kind: prompt or generated, both of which the limit counts, or cached: those of prompts."""
         if client.name is not None:
             self._metrics.client_tokens.labels(client.name, kind).inc(tokens)
-        if kind != "cached" and (account := self._account(client, now)) is not None:
-            account.left -= tokens
+        if kind != "cached":
+            self._account(client, now).left -= tokens
 
     def _check_tokens(self, client: Client, now: float) -> None:
         """Raises ApiError (429) while the client has used up its tokens."""
         account, rate = self._account(client, now), client.tokens_per_minute
-        if account is not None and rate is not None and account.left <= 0:
+        if rate is not None and account.left <= 0:
             wait = (1 - account.left) * 60 / rate
             raise self._refused("client_tokens", f"this key has used its {rate} tokens per minute", wait)
 
-    def _account(self, client: Client, now: float) -> _Account | None:
-        """The account of a key that has limits, up to date."""
+    def _account(self, client: Client, now: float) -> _Account:
+        """The account of a key, up to date. That of a key without limits is not kept."""
         if client.max_concurrent_requests is None and client.tokens_per_minute is None:
-            return None
+            return _Account(0, now)
         rate = client.tokens_per_minute or 0
         name = client.key if client.name == UNNAMED else client.name or ""
         account = self._accounts.setdefault(name, _Account(rate, now))

@@ -138,10 +138,8 @@ class GatewayConfig(ProcessConfig):
 
     @property
     def bound_control_host(self) -> str:
-        """The address to bind the control port to."""
         return self.control_host or self.host
 
     @property
     def advertised_host(self) -> str:
-        """The address of the control port for nodes."""
         return self.advertise_host or self.bound_control_host

@@ -15,7 +15,7 @@ from functools import partial
 
 import structlog
 
-from control.messages import Accepted, Cancel, Ended, Output, Outputs, Peer, Rejected, Resend
+from control.messages import Accepted, Cancel, Ended, Generate, Output, Outputs, Peer, Rejected, Resend
 from control.plane import ControlPlane
 from gateway.attempt import Attempt, Delta, DeltaSink, PendingGenerate, PendingGroup
 from gateway.errors import ApiError, context_length_exceeded, timed_out, unavailable
@@ -60,10 +60,11 @@ class DecodeClient:
     ) -> AsyncGenerator[Sequence[Delta], None]:
         """What `read` makes of outputs, less what the sink takes. Raises ApiError. Closing it cancels the request."""
         generation = Generation(request, self._limits)
+        begin = partial(Attempt, generation, read=read, held=held, sink=sink)
         self.generations[generation] = None
         try:
             while True:
-                attempt = await self._place(generation, read, held, sink)
+                attempt = await self._place(generation, begin)
                 try:
                     while True:
                         arrived = await attempt.next()
@@ -71,13 +72,7 @@ class DecodeClient:
                         if arrived[-1].finish_reason is not None:
                             return
                 except NodeFailed as failure:
-                    log.warning(
-                        "decode node failed a request",
-                        request_id=attempt.generate.request_id,
-                        node=attempt.node.address,
-                        reason=str(failure),
-                        tokens=attempt.received,
-                    )
+                    attempt.warn("decode node failed a request", reason=str(failure), tokens=attempt.received)
                     generation.failed(attempt.node, failure)
                 finally:
                     self._end(attempt)
@@ -86,7 +81,6 @@ class DecodeClient:
             generation.move(GenerationPhase.ENDED)
 
     def deliver(self, sender: Peer, message: Accepted | Rejected | Outputs) -> None:
-        """Take a decode node's message."""
         match message:
             case Accepted():
                 if attempt := self._attempt(message.request_id, sender):
@@ -96,7 +90,7 @@ class DecodeClient:
                 if attempt := self._attempt(message.request_id, sender):
                     self._answered(attempt)
                     attempt.over = True
-                    attempt.fail(_rejection_reason(message, sender))
+                    attempt.fail(_rejection_reason(message, attempt))
             case Outputs():
                 now = time.monotonic()
                 for output in message.rows():
@@ -142,9 +136,7 @@ class DecodeClient:
         while (self.attempts or self._cancelling) and time.monotonic() < until:
             await asyncio.sleep(0.01)
 
-    async def _place(
-        self, generation: Generation, read: Callable[[Output], Delta], held: HeldBytes, sink: DeltaSink
-    ) -> Attempt:
+    async def _place(self, generation: Generation, begin: Callable[[Generate, Peer, float], Attempt]) -> Attempt:
         """Begin a try. One with tokens waits while all nodes are full, or no prefill node is ready.
 
         Raises ApiError if no node can take it.
@@ -152,7 +144,7 @@ class DecodeClient:
         request = generation.request
         while True:
             try:
-                return self._begin(generation, read, held, sink)
+                return self._begin(generation, begin)
             except ApiError as error:
                 if not generation.token_ids or self._closed:
                     raise
@@ -194,9 +186,7 @@ class DecodeClient:
         )
         return node
 
-    def _begin(
-        self, generation: Generation, read: Callable[[Output], Delta], held: HeldBytes, sink: DeltaSink
-    ) -> Attempt:
+    def _begin(self, generation: Generation, begin: Callable[[Generate, Peer, float], Attempt]) -> Attempt:
         """Begin an attempt. Choices that begin together are asked for together. Raises ApiError if there is no node."""
         now, request = time.monotonic(), generation.request
         group = request.group
@@ -207,7 +197,7 @@ class DecodeClient:
             wait = _GATHER_S if generation.failures and request.generate.group else 0.0
             asyncio.get_running_loop().call_later(wait, self._ask, group)
         node = self._choose(generation, now, pending.cached)
-        attempt = Attempt(generation, generation.placed(self._registry.rank_group(node)), node, now, read, held, sink)
+        attempt = begin(generation.placed(self._registry.rank_group(node)), node, now)
         request_id = attempt.generate.request_id
         request.outcome.nodes.append(node.address)
         self.attempts[request_id] = attempt
@@ -298,12 +288,7 @@ class DecodeClient:
         if gap is None:
             self._control.answered(key)
         else:
-            log.warning(
-                "tokens are missing and asked for again",
-                request_id=request_id,
-                node=node.address,
-                missing_from=gap.start,
-            )
+            attempt.warn("tokens are missing and asked for again", missing_from=gap.start)
             self._control.repeat(key, node, Resend(request_id=request_id, start=gap.start))
 
     def _attempt(self, request_id: str, sender: Peer) -> Attempt | None:
@@ -311,12 +296,10 @@ class DecodeClient:
         return attempt if attempt is not None and attempt.node.boot_id == sender.boot_id else None
 
 
-def _rejection_reason(rejected: Rejected, node: Peer) -> Exception:
+def _rejection_reason(rejected: Rejected, attempt: Attempt) -> Exception:
     if rejected.code != "too_long":
         return NodeFailed(rejected.reason, rejected.retry_after if rejected.code == "queue_full" else None)
-    log.warning(
-        "decode node cannot hold a request", request_id=rejected.request_id, node=node.address, reason=rejected.reason
-    )
+    attempt.warn("decode node cannot hold a request", reason=rejected.reason)
     return context_length_exceeded(
         "more than a decode node holds now",
         f"the request is too long for its decode node (request {rejected.request_id}). Shorten the prompt.",

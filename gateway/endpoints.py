@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gateway.answers import lookups
-from gateway.answers.chat import ChatAnswer, ChatCompletion
-from gateway.answers.compaction import CompactedResponse, CompactionAnswer
-from gateway.answers.completions import Completion, CompletionAnswer
-from gateway.answers.messages import Message, MessageAnswer
-from gateway.answers.responses import Response, ResponseAnswer
+from gateway.answers.chat import ChatAnswer
+from gateway.answers.compaction import CompactionAnswer
+from gateway.answers.completions import CompletionAnswer
+from gateway.answers.messages import MessageAnswer
+from gateway.answers.responses import ResponseAnswer
 from gateway.answers.streamed import Answer, Json
 from gateway.preparer import GenerationBody
 from gateway.requests.body import RequestBody
@@ -30,20 +30,21 @@ STATUS_PATHS = ("/status", "/status.css", "/status.js", "/v1/cluster")
 
 @dataclass(frozen=True)
 class Endpoint:
-    """answer: the TypedDict of a whole answer; None: text. Clients need a key, where this gateway has keys."""
+    """Clients need a key, where this gateway has keys. What `render` or `renderer.whole` returns is the answer."""
 
     needs_key: ClassVar = True
 
     path: str
     summary: str
-    answer: type[Any] | None
 
 
 @dataclass(frozen=True)
 class Status(Endpoint):
-    """GET, served by `service.status`: for probes and scrapes, which have no key."""
+    """GET, served by `service.status`: for probes and scrapes, which have no key. answer: its TypedDict; None: text."""
 
     needs_key = False
+
+    answer: type[Any] | None
 
 
 @dataclass(frozen=True)
@@ -76,50 +77,26 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Status("/ready", "Whether requests can be served", Ready),
     Status("/version", "Versions", Version),
     Status("/metrics", "Metrics for Prometheus", None),
-    Reads("/v1/models", "The models that are served", lookups.ModelList, lookups.list_models),
-    Reads("/v1/models/{model}", "One model", lookups.ModelCard, lookups.one_model),
-    Generates("/v1/completions", "Continue prompts", Completion, CompletionRequest, CompletionAnswer, "cmpl-"),
-    Generates(
-        "/v1/chat/completions", "Answer a conversation", ChatCompletion, ChatCompletionRequest, ChatAnswer, "chatcmpl-"
-    ),
+    Reads("/v1/models", "The models that are served", lookups.list_models),
+    Reads("/v1/models/{model}", "One model", lookups.one_model),
+    Generates("/v1/completions", "Continue prompts", CompletionRequest, CompletionAnswer, "cmpl-"),
+    Generates("/v1/chat/completions", "Answer a conversation", ChatCompletionRequest, ChatAnswer, "chatcmpl-"),
     Generates(
         "/v1/responses",
         "Answer a conversation, in OpenAI's newer form",
-        Response,
         ResponsesRequest,
         ResponseAnswer,
         "resp_",
         ResponseCreate,
     ),
-    Generates(
-        "/v1/responses/compact",
-        "Summarise a conversation",
-        CompactedResponse,
-        CompactRequest,
-        CompactionAnswer,
-        "resp_",
-    ),
+    Generates("/v1/responses/compact", "Summarise a conversation", CompactRequest, CompactionAnswer, "resp_"),
     Computes(
-        "/v1/responses/input_tokens",
-        "Count the tokens of a response's input",
-        lookups.InputTokens,
-        ResponsesRequest,
-        lookups.count_input,
+        "/v1/responses/input_tokens", "Count the tokens of a response's input", ResponsesRequest, lookups.count_input
     ),
-    Generates(
-        "/v1/messages", "Answer a conversation, in Anthropic's form", Message, MessagesRequest, MessageAnswer, "msg_"
-    ),
-    Computes(
-        "/v1/messages/count_tokens",
-        "Count a conversation's tokens",
-        lookups.TokenCount,
-        CountTokensRequest,
-        lookups.count_tokens,
-    ),
-    Computes(
-        "/tokenize", "Tokens of a text or of a conversation", lookups.Tokenized, TokenizeRequest, lookups.tokenize
-    ),
-    Computes("/detokenize", "Text of tokens", lookups.Detokenized, DetokenizeRequest, lookups.detokenize),
+    Generates("/v1/messages", "Answer a conversation, in Anthropic's form", MessagesRequest, MessageAnswer, "msg_"),
+    Computes("/v1/messages/count_tokens", "Count a conversation's tokens", CountTokensRequest, lookups.count_tokens),
+    Computes("/tokenize", "Tokens of a text or of a conversation", TokenizeRequest, lookups.tokenize),
+    Computes("/detokenize", "Text of tokens", DetokenizeRequest, lookups.detokenize),
 )
 
 OPEN_PATHS = frozenset((*STATUS_PATHS, *(endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key)))

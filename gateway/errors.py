@@ -103,7 +103,6 @@ class ApiError(Exception):
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether errors at a path have the form of Anthropic's."""
     return path == ANTHROPIC_PATH or path.startswith(ANTHROPIC_PATH + "/")
 
 

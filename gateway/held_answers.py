@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from prometheus_client import Counter
 
-from gateway.errors import ApiError
+from gateway.errors import ApiError, unavailable
 
 
 class HeldAnswers:
@@ -16,48 +16,34 @@ class HeldAnswers:
         self._total = total
         self._ended = ended
         self.held = 0
-        self._leaving = 0
+        self.leaving = 0
         """Those of them whose requests are about to end."""
-        self._open: set[HeldBytes] = set()
+        self.open: set[HeldBytes] = set()
         """Requests that are not about to end."""
 
     def account(self) -> "HeldBytes":
         """The account of one more request. It has to be closed."""
         account = HeldBytes(self)
-        self._open.add(account)
+        self.open.add(account)
         return account
 
-    def add(self, account: "HeldBytes", size: int) -> None:
-        """Count bytes; a negative size where less is held than before."""
-        account.held += size
-        self.held += size
-        if account.error is not None:
-            self._leaving += size
-
-    def take(self, account: "HeldBytes", size: int) -> None:
-        """Count bytes, unless this request ends: if it holds too much, or as the largest if all together do."""
-        self.add(account, size)
+    def ending(self, account: "HeldBytes") -> ApiError | None:
+        """Ends a request that holds too much, and the largest one if all together do. Returns why this one ends."""
         if account.held > self._per_request:
             text = (
                 f"the answers take more than {self._per_request} bytes, the limit of one request: ask for fewer log "
                 "probabilities (logprobs, top_logprobs), choices (n, best_of) or tokens, or stream"
             )
             self._end(account, "too_large", ApiError(400, text, code="answer_too_large"))
-        if self.held - self._leaving > self._total:
-            text = "this gateway holds as many bytes of answers as it may; try again later"
-            error = ApiError(503, text, code="service_unavailable", retry_after=1.0)
-            self._end(max(self._open, key=lambda each: each.held), "too_many_bytes", error)
-        if account.error is not None:
-            self.add(account, -size)
-
-    def close(self, account: "HeldBytes") -> None:
-        self.add(account, -account.held)
-        self._open.discard(account)
+        if self.held - self.leaving > self._total:
+            error = unavailable("this gateway holds as many bytes of answers as it may; try again later")
+            self._end(max(self.open, key=lambda each: each.held), "too_many_bytes", error)
+        return account.error
 
     def _end(self, account: "HeldBytes", reason: str, error: ApiError) -> None:
-        self._open.discard(account)
+        self.open.discard(account)
         account.error = error
-        self._leaving += account.held
+        self.leaving += account.held
         self._ended.labels(reason=reason).inc()
         if account.abort is not None:
             account.abort()
@@ -78,21 +64,28 @@ class HeldBytes:
 
     def take(self, size: int) -> None:
         """Count bytes that are held from now on. Raises ApiError, and counts none, if the request is to end."""
-        if self.error is None:
-            self._all.take(self, size)
-        if self.error is not None:
-            raise self.error
+        error = self.error
+        if error is None:
+            self.add(size)
+            error = self._all.ending(self)
+            if error is None:
+                return
+            self.add(-size)
+        raise error
 
-    def give(self, size: int) -> None:
-        """Count bytes no longer."""
-        self._all.add(self, -size)
+    def add(self, size: int) -> None:
+        """Count bytes, whatever the limits; a negative size where less is held than before."""
+        self.held += size
+        self._all.held += size
+        if self.error is not None:
+            self._all.leaving += size
 
     def settle(self, size: int) -> None:
         """Count this many bytes: the answers are complete. Raises ApiError if the request is to end."""
-        self._all.add(self, size - self.held)
+        self.add(size - self.held)
         if self.error is not None:
             raise self.error
 
     def close(self) -> None:
-        """Forget the request: its answers are written or dropped."""
-        self._all.close(self)
+        self.add(-self.held)
+        self._all.open.discard(self)

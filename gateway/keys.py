@@ -37,12 +37,8 @@ class Client:
     tokens_per_minute: int | None = None
 
 
-@dataclass(frozen=True)
-class _Key:
-    """An accepted key. client: who sends it; without the key itself."""
-
-    digest: bytes
-    client: Client
+_Key = tuple[bytes, Client]
+"""The digest of an accepted key, and who sends it; without the key itself."""
 
 
 class ApiKeys:
@@ -56,7 +52,9 @@ class ApiKeys:
         operator_file: Path | None = None,
     ) -> None:
         """priority_file, operator_file: have further keys, of clients that may go before others, or are operators."""
-        self._fixed = [_Key(_digest(key, f"--api-key or {API_KEYS_VARIABLE}"), Client(name=UNNAMED)) for key in keys]
+        self._fixed: list[_Key] = [
+            (_digest(key, f"--api-key or {API_KEYS_VARIABLE}"), Client(name=UNNAMED)) for key in keys
+        ]
         named = (
             ("--api-key-file", file, Client()),
             ("--priority-key-file", priority_file, Client(goes_first=True)),
@@ -76,10 +74,10 @@ class ApiKeys:
         scheme, _, text = authorization.partition(b" ")
         key = text.strip()
         given = hashlib.sha256(key).digest()
-        matches = [known for known in self._accepted() if secrets.compare_digest(given, known.digest)]
+        matches = [client for digest, client in self._accepted() if secrets.compare_digest(given, digest)]
         if not matches or scheme.lower() != b"bearer":
             return None
-        return replace(matches[-1].client, key=key)
+        return replace(matches[-1], key=key)
 
     def _accepted(self) -> list[_Key]:
         return [*self._fixed, *(key for file in self._files for key in file.get())]
@@ -118,7 +116,7 @@ def _key(words: Sequence[str], source: str, rights: Client) -> _Key:
         max_concurrent_requests=None if requests is None else int(requests),
         tokens_per_minute=None if tokens is None else int(tokens),
     )
-    return _Key(_digest(words[0], source), client)
+    return _digest(words[0], source), client
 
 
 def _digest(key: str, source: str) -> bytes:

@@ -1,12 +1,12 @@
 """The API's description, /openapi.json: made of the table of endpoints."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from pydantic import TypeAdapter
 
 from base.version import VERSION
 from gateway.answers.streamed import StreamedAnswer
-from gateway.endpoints import ENDPOINTS, Computes, Endpoint, Generates
+from gateway.endpoints import ENDPOINTS, Computes, Endpoint, Generates, Reads, Status
 from gateway.errors import AnthropicError, Error, is_anthropic
 from service.status import NotReady
 
@@ -36,9 +36,8 @@ _FAILURES = {
 
 
 def document() -> Json:
-    """The API's description in OpenAPI 3.1."""
     models: list[type[Any]] = [Error, AnthropicError, NotReady]
-    models += [endpoint.answer for endpoint in ENDPOINTS if endpoint.answer is not None]
+    models += [answer for endpoint in ENDPOINTS if (answer := _answer(endpoint)) is not None]
     models += [endpoint.body for endpoint in ENDPOINTS if isinstance(endpoint, Computes | Generates)]
     mode: Literal["validation"] = "validation"
     references, definitions = TypeAdapter.json_schemas(
@@ -58,17 +57,18 @@ def document() -> Json:
         return {str(status): {"description": text, "content": error} for status, text in statuses.items()}
 
     def operation(endpoint: Endpoint) -> Json:
-        path, answer = endpoint.path, endpoint.answer
+        path, answer = endpoint.path, _answer(endpoint)
         text: Json = {"text/plain": {"schema": {"type": "string"}}}
         answered: Json = {
             "description": endpoint.summary if answer is None else answer.__doc__,
             "content": text if answer is None else content(answer),
         }
         responses: Json = {"200": answered}
-        posts = isinstance(endpoint, Computes | Generates)
+        names = (part.strip("{}") for part in path.split("/") if part not in ("", "v1"))
+        method = "post" if isinstance(endpoint, Computes | Generates) else "get"
         described: Json = {
             "summary": endpoint.summary,
-            "operationId": _name("post" if posts else "get", path),
+            "operationId": "_".join([method, *names]),
             "responses": responses,
         }
         if not endpoint.needs_key:
@@ -86,7 +86,7 @@ def document() -> Json:
             responses |= refused(path, {404: _FAILURES[404]})
             of_path = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
             described["parameters"] = [of_path]
-        return {"post" if posts else "get": described}
+        return {method: described}
 
     return {
         "openapi": "3.1.0",
@@ -104,5 +104,14 @@ def document() -> Json:
     }
 
 
-def _name(method: str, path: str) -> str:
-    return "_".join([method, *(part.strip("{}") for part in path.split("/") if part not in ("", "v1"))])
+def _answer(endpoint: Endpoint) -> type[Any] | None:
+    """The TypedDict of a whole answer; None: text."""
+    match endpoint:
+        case Status():
+            return endpoint.answer
+        case Generates():
+            hints = get_type_hints(endpoint.renderer.whole)
+        case Reads() | Computes():
+            hints = get_type_hints(endpoint.render)
+    answer: type[Any] = hints["return"]
+    return answer

@@ -50,11 +50,9 @@ class PrefixIndex:
         return self._nodes.get(boot_id, _NodeBlocks()).serial
 
     def forget(self, boot_id: str) -> None:
-        """That process is gone."""
         self._nodes.pop(boot_id, None)
 
     def blocks(self, boot_id: str) -> int:
-        """How many blocks are known of a node."""
         return len(self._nodes.get(boot_id, _NodeBlocks()).known)
 
     def matched(self, hashes: BlockHashes) -> dict[str, int]:

@@ -186,12 +186,10 @@ class Gateway:
 
     @property
     def metrics_port(self) -> int:
-        """The port of /metrics."""
         return int((self._metrics_listener or self._listener).getsockname()[1])
 
     @property
     def port(self) -> int:
-        """The HTTP port."""
         return int(self._listener.getsockname()[1])
 
     async def serve(self) -> None:

@@ -30,13 +30,17 @@ class ApiServer:
         self._completer = completer
         self._rejection_reason = rejection_reason
         self._sockets = sockets
-        self._document = document()
 
     def app(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
         for error in (ApiError, HTTPException, ClientDisconnect, Exception):
             app.add_exception_handler(error, _error_response)
-        app.add_api_route("/openapi.json", self._openapi, methods=["GET"])
+        description = JSONResponse(document())
+
+        @app.get("/openapi.json")
+        async def openapi() -> Response:
+            return description
+
         for endpoint in ENDPOINTS:
             path = endpoint.path.replace("}", ":path}")
             match endpoint:
@@ -49,9 +53,6 @@ class ApiServer:
                     if endpoint.message is not None:
                         app.router.routes.append(WebSocketRoute(path, self._sockets.serve))
         return app
-
-    async def _openapi(self, request: Request) -> Response:
-        return JSONResponse(self._document)
 
     async def _read(self, endpoint: Reads, http: Request) -> Response:
         return JSONResponse(endpoint.render(self._completer, **http.path_params))

@@ -21,7 +21,7 @@ from gateway.answers.openai import (
 )
 from gateway.answers.streamed import Column, Json
 from gateway.attempt import Delta, EndReason
-from gateway.formats.parsing import CallArguments, CallBegin, CallEnd, CallParser, ContentDelta, Event, ReasoningDelta
+from gateway.formats.parsing import CallArguments, CallBegin, CallParser, ContentDelta, Event, ReasoningDelta
 from gateway.requests.chat import ChatCompletionRequest
 
 
@@ -104,11 +104,7 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
         self._with_logprobs = bool(self.prepared.request.logprobs)
         self._parsers: dict[int, CallParser] = {}
         """By choice."""
-        self._called: set[int] = set()
-        """Choices with a complete call."""
         self._reasoning_tokens = 0
-        self._reasoning_tails = dict.fromkeys(range(self._count), "") if self._reasons else {}
-        """Of a stream, by choice in its reasoning, the last of its text, which may begin the end of the reasoning."""
 
     def whole(self) -> ChatCompletion:
         whole: ChatCompletion = {
@@ -126,15 +122,6 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
         if self._token_ids:
             whole["prompt_token_ids"] = Column(self.prepared.prompt_ids(0))
         return whole
-
-    def _count_reasoning(self, index: int, delta: Delta) -> None:
-        """Count the tokens of a delta of a choice in its reasoning."""
-        end = self._reading.format.end_of_reasoning or ""
-        self._reasoning_tokens += len(delta.tokens)
-        text = self._reasoning_tails[index] + delta.text
-        self._reasoning_tails[index] = text[-len(end) :]
-        if end in text:
-            del self._reasoning_tails[index]
 
     def _details(self) -> CompletionDetails:
         return {"reasoning_tokens": self._reasoning_tokens, **super()._details()}
@@ -169,7 +156,7 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
         return {"content": self._of_tokens(delta.tokens)["content"], "refusal": None}
 
     def _finished(self, index: int, reason: EndReason | None) -> Literal["stop", "length", "tool_calls"] | None:
-        return "tool_calls" if reason == "stop" and index in self._called else reason
+        return "tool_calls" if reason == "stop" and self._parsers[index].called else reason
 
     def _ending(self, choice: dict[str, Any]) -> list[dict[str, Any]]:
         """The reason comes after all that the message has: clients' helpers take what came before for complete."""
@@ -186,17 +173,14 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
 
     def _parts(self, index: int, delta: Delta, whole: bool) -> dict[str, Any]:
         """What a delta adds to a message. whole: the delta is the whole answer."""
-        if not whole and index in self._reasoning_tails:
-            self._count_reasoning(index, delta)
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = self._reading.parser(whole)
+        if parser.in_reasoning and not whole:
+            self._reasoning_tokens += len(delta.tokens)
         events = parser.push(delta.text) if delta.text else []
         if delta.finish_reason is not None:
             events += parser.finish()
-        for event in events:
-            if isinstance(event, CallEnd):
-                self._called.add(index)
         return _parts_of(events)
 
     def _stays_plain(self, index: int) -> bool:
@@ -207,8 +191,6 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
 
 
 def chosen_logprob(token: Token, name: Callable[[int], str], bytes_of: Callable[[int], bytes]) -> ChosenLogprob:
-    """A token with its log probability and alternatives."""
-
     def named(token_id: int, logprob: float | None) -> TokenLogprob:
         return {"token": name(token_id), "logprob": logprob, "bytes": list(bytes_of(token_id))}
 

@@ -59,6 +59,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
     """With the prompt's text in front, if the request asks for an echo."""
 
     chunk_kind = "text_completion"
+    # An echo is part of the first text, which is rendered by then.
     plain: ClassVar = {"text": TEXT}
 
     def __post_init__(self) -> None:
@@ -105,22 +106,6 @@ class CompletionAnswer(OpenAIAnswer[CompletionChoice]):
         if self._token_ids and delta.first:
             return {**text, "prompt_token_ids": self.prepared.prompt_ids(index)}
         return text
-
-    def _given(self, kept: Sequence[KeptAnswer]) -> Sequence[KeptAnswer]:
-        """Of each prompt those whose tokens are the likeliest on average, the best first."""
-        computed, given = self._request.computed_choices, self._request.choices
-        if computed == given:
-            return kept
-        prompts = [kept[start : start + computed] for start in range(0, len(kept), computed)]
-        return [
-            best
-            for answers in prompts
-            for best in sorted(answers, key=lambda answer: answer.average_logprob, reverse=True)[:given]
-        ]
-
-    def _stays_plain(self, index: int) -> bool:
-        """An echo is part of the first text, which has been rendered."""
-        return True
 
     def _of_tokens(self, tokens: Sequence[Token]) -> dict[str, list[Any]]:
         return {

@@ -248,6 +248,10 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
     def _finished(self, index: int, reason: EndReason | None) -> str | None:
         return reason
 
+    def _stays_plain(self, index: int) -> bool:
+        """Whether every text of a choice is rendered as it is from now on, up to the choice's last delta."""
+        return True
+
     @abstractmethod
     def _logprobs(self, index: int, delta: Delta) -> object:
         """Those of a choice of a chunk."""
@@ -260,12 +264,17 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
     def _text(self, index: int, delta: Delta) -> Json:
         """Of a choice of a chunk, the text and what else depends on it."""
 
-    @abstractmethod
-    def _stays_plain(self, index: int) -> bool:
-        """Whether every text of a choice is rendered as it is from now on, up to the choice's last delta."""
-
     def _given(self, kept: Sequence[KeptAnswer]) -> Sequence[KeptAnswer]:
-        return kept
+        """Of each prompt those whose tokens are the likeliest on average, the best first."""
+        computed, given = self.prepared.request.computed_choices, self.prepared.request.choices
+        if computed == given:
+            return kept
+        prompts = [kept[start : start + computed] for start in range(0, len(kept), computed)]
+        return [
+            best
+            for answers in prompts
+            for best in sorted(answers, key=lambda answer: answer.average_logprob, reverse=True)[:given]
+        ]
 
     @abstractmethod
     def _of_tokens(self, tokens: Sequence[Token]) -> dict[str, list[Any]]:

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from itertools import count
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -16,6 +17,7 @@ from gateway.preparer import PreparedRequest
 from gateway.requests.responses import ResponsesRequest
 
 _PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
+_EVENTS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 
 Status = Literal["completed", "incomplete", "in_progress"]
 Nothing = Annotated[list[Any], Field(max_length=0)]
@@ -162,7 +164,7 @@ class ResponseAnswer(BlockAnswer, StreamedAnswer):
         assert isinstance(self.prepared.body, ResponsesRequest)
         self._source = self.prepared.body
         self._created = int(time.time())
-        self._sequence = 0
+        self._sequence = count()
         self._ids: list[str] = []
         """By block, the id of its item."""
         self._logprobs: dict[int, Column[ChosenLogprob]] = {}
@@ -218,40 +220,36 @@ class ResponseAnswer(BlockAnswer, StreamedAnswer):
         tokens = self._note(change)
         block = change.block
         at: dict[str, Any] = {"output_index": block.number, "item_id": self._ids[block.number]}
+        if block.kind != "call":
+            at["content_index"] = 0
         match change.kind:
             case "opened":
                 item = self._item(block, begins=True)
                 added = self._event("response.output_item.added", output_index=block.number, item=item)
                 if block.kind == "call":
                     return [added]
-                part = self._part(block, Column(), "")
-                return [added, self._event("response.content_part.added", **at, content_index=0, part=part)]
-            case "grew" if block.kind == "call":
-                return [self._event("response.function_call_arguments.delta", **at, delta=change.text)]
+                return [added, self._event("response.content_part.added", **at, part=self._part(block, Column(), ""))]
             case "grew":
                 more: dict[str, Any] = {"logprobs": tokens} if block.kind == "text" else {}
-                return [self._event(f"{_text_event(block)}.delta", **at, content_index=0, delta=change.text, **more)]
+                return [self._event(f"response.{_EVENTS[block.kind]}.delta", **at, delta=change.text, **more)]
             case "closed":
                 closing = self._closing(block, at)
                 item = self._item(block)
                 return [*closing, self._event("response.output_item.done", output_index=block.number, item=item)]
 
     def _closing(self, block: Block, at: dict[str, Any]) -> list[Json]:
+        done = f"response.{_EVENTS[block.kind]}.done"
         if block.kind == "call":
-            done = "response.function_call_arguments.done"
             return [self._event(done, **at, name=block.name, arguments=block.text)]
         logprobs = self._logprobs[block.number]
         more: dict[str, Any] = {"logprobs": logprobs} if block.kind == "text" else {}
-        part = self._part(block, logprobs, block.text)
         return [
-            self._event(f"{_text_event(block)}.done", **at, content_index=0, text=block.text, **more),
-            self._event("response.content_part.done", **at, content_index=0, part=part),
+            self._event(done, **at, text=block.text, **more),
+            self._event("response.content_part.done", **at, part=self._part(block, logprobs, block.text)),
         ]
 
     def _event(self, kind: str, **fields: object) -> Json:
-        event: Json = {"type": kind, "sequence_number": self._sequence, **fields}
-        self._sequence += 1
-        return event
+        return {"type": kind, "sequence_number": next(self._sequence), **fields}
 
     def _item(self, block: Block, begins: bool = False) -> Item:
         """begins: the item before anything of it. The block may have grown since."""
@@ -321,7 +319,6 @@ class ResponseAnswer(BlockAnswer, StreamedAnswer):
 
 
 def usage_of(prepared: PreparedRequest, output_tokens: int, reasoning_tokens: int) -> ResponseUsage:
-    """The counts of an answer."""
     return {
         "input_tokens": prepared.prompt_tokens,
         "input_tokens_details": {"cached_tokens": prepared.cached_tokens, "cache_write_tokens": 0},
@@ -333,7 +330,3 @@ def usage_of(prepared: PreparedRequest, output_tokens: int, reasoning_tokens: in
 
 def _output_text(text: str, logprobs: Column[ChosenLogprob]) -> OutputText:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-
-def _text_event(block: Block) -> str:
-    return "response.reasoning_text" if block.kind == "reasoning" else "response.output_text"

@@ -59,7 +59,6 @@ class Column(Generic[_T]):
             self._append(orjson.dumps(some))
 
     def append(self, other: "Column[_T]") -> None:
-        """Append the elements of another column."""
         self._append(other._json)
 
     def _append(self, elements: bytes | bytearray) -> None:

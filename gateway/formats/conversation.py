@@ -6,7 +6,7 @@ A message has `role` (system, developer, user, assistant or tool), `content` (a 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, TypeAlias
@@ -42,15 +42,6 @@ class Prompt:
 
 class FormatError(Exception):
     """A conversation, or calls, that the format cannot express. The client gets the message (400)."""
-
-
-def check_end(messages: Sequence[Message], end: PromptEnd) -> None:
-    """Raises FormatError if the last message cannot be gone on with, and is to be."""
-    last = messages[-1] if messages else {}
-    if end is PromptEnd.OPEN_MESSAGE and (last.get("role") != "assistant" or last.get("tool_calls")):
-        raise FormatError(
-            "expected an assistant's message without tool calls at the end, which the answer goes on with"
-        )
 
 
 def content_of(message: Message) -> str:

@@ -108,8 +108,6 @@ def render(
 
 
 class _Conversation:
-    """One conversation that is being rendered."""
-
     def __init__(self, messages: Sequence[Message], tools: Sequence[Tool], thinking: bool, end: PromptEnd) -> None:
         if not messages:
             raise FormatError("messages: expected at least one")
@@ -117,7 +115,7 @@ class _Conversation:
             raise FormatError("messages: expected a user's message or a tool's result at the end, found an assistant's")
         self._thinking = thinking
         self._end = end
-        self._tools = _TOOLS % "\n".join(to_json(tool["function"]) for tool in tools) if tools else ""
+        self._tools = "\n\n" + _TOOLS % "\n".join(to_json(tool["function"]) for tool in tools) if tools else ""
         self._messages = list(messages)
         self._added = 0
         if self._tools and messages[0]["role"] not in ("system", "developer"):
@@ -129,19 +127,19 @@ class _Conversation:
     def render(self) -> Iterator[str]:
         yield BEGIN
         for index, message in enumerate(self._messages):
-            role = message["role"]
+            role, tools = message["role"], self._tools if index == 0 else ""
             if role == "assistant":
                 yield self._answer(index, message)
             elif role == "tool":
                 yield self._results(index)
             elif role == "developer" and self._is_turn(index):
-                yield f"{USER}{self._tools_of(index)}\n\n# The user's message is: {content_of(message)}"
+                yield f"{USER}{tools}\n\n# The user's message is: {content_of(message)}"
             elif role == "user":
                 yield USER + content_of(message)
             elif role in ("system", "developer"):
                 behind = self._role(index - 1)
                 separator = "\n\n" if behind == "tool" or self._is_turn(index - 1) else ""
-                yield separator + content_of(message) + self._tools_of(index)
+                yield separator + content_of(message) + tools
             else:
                 raise FormatError(
                     f"messages.{index - self._added}.role: expected a role of this format, found {role!r}"
@@ -158,9 +156,6 @@ class _Conversation:
         return self._role(index) == "user" or (
             self._role(index) == "developer" and following not in ("user", "developer", "system")
         )
-
-    def _tools_of(self, index: int) -> str:
-        return f"\n\n{self._tools}" if self._tools and index == 0 else ""
 
     def _is_instruction(self, index: int) -> bool:
         return self._role(index) in ("system", "developer") and not self._is_turn(index)

@@ -17,7 +17,6 @@ from gateway.formats.conversation import (
     PromptEnd,
     arguments_of,
     asks_for_thinking,
-    check_end,
     content_of,
 )
 from gateway.formats.grammar import CallGrammar, choice
@@ -106,7 +105,11 @@ class ChatFormat:
         thinking: whether to reason first; None: the family's default. variables: chat_template_kwargs, of which
         `thinking` and `enable_thinking` win over the argument. may_reason: `thinking` false is a wish.
         """
-        check_end(messages, end)
+        last = messages[-1] if messages else {}
+        if end is PromptEnd.OPEN_MESSAGE and (last.get("role") != "assistant" or last.get("tool_calls")):
+            raise FormatError(
+                "expected an assistant's message without tool calls at the end, which the answer goes on with"
+            )
         variables = variables or {}
         prompt = self._renderer(messages, tools, thinking, variables, end)
         if prompt.reasoning and not asks_for_thinking(None if may_reason else thinking, variables, default=True):

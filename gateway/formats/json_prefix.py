@@ -1,7 +1,6 @@
 """Checks JSON as it comes, character by character, so that a long value can be passed on before its end."""
 
 import re
-from enum import Enum, auto
 
 MAX_DEPTH = 256
 """Of arrays and objects. Deeper ones are refused: readers have limits, too, Python's some 1,000."""
@@ -10,31 +9,22 @@ _MAX_NUMBER = 1000
 
 _SPACE = " \t\n\r"
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_ESCAPE_PREFIX = re.compile(r"\\(u[0-9a-fA-F]{0,3})?")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _NUMBER_PREFIX = re.compile(r"-?(0|[1-9][0-9]*)?((?<=[0-9])\.[0-9]*)?((?<=[0-9])[eE][+-]?[0-9]*)?")
 _NAMES = ("true", "false", "null")
-
-
-class _Expects(Enum):
-    """What comes next, outside of strings, numbers and names."""
-
-    VALUE = auto()
-    VALUE_OR_END = auto()
-    """Behind "[", where "]" may come as well."""
-    KEY = auto()
-    KEY_OR_END = auto()
-    """Behind "{", where "}" may come as well."""
-    COLON = auto()
-    COMMA_OR_END = auto()
-    NOTHING = auto()
-    """The value is complete. White space may follow."""
+_VALUE = '"[{-0123456789tfn'
+"""The characters that a value may begin with."""
 
 
 class JsonPrefix:
     """How far a text is the beginning of one JSON value (RFC 8259), read piece by piece."""
 
     def __init__(self) -> None:
-        self._expects = _Expects.VALUE
+        self._expects = _VALUE
+        """The characters that may come next, outside of strings, numbers and names; none after the value. White space
+        may always come."""
         self._open: list[str] = []
         """The brackets that are to close, the innermost last."""
         self._in_string = False
@@ -47,7 +37,7 @@ class JsonPrefix:
     @property
     def complete(self) -> bool:
         """Whether the text is a value. (Of a number, more may come.)"""
-        return self._expects is _Expects.NOTHING or (not self._open and self._scalar_is_complete)
+        return not self._expects or (not self._open and self._scalar_is_complete)
 
     @property
     def _scalar_is_complete(self) -> bool:
@@ -69,74 +59,54 @@ class JsonPrefix:
         if self._in_string:
             return self._take_in_string(character)
         if self._scalar:
-            if self._begins_scalar(self._scalar + character):
-                self._scalar += character
-                return len(self._scalar) <= _MAX_NUMBER
+            longer = self._scalar + character
+            if _NUMBER_PREFIX.fullmatch(longer) or any(name.startswith(longer) for name in _NAMES):
+                self._scalar = longer
+                return len(longer) <= _MAX_NUMBER
             if not self._scalar_is_complete:
                 return False
             self._value_ends()
         return character in _SPACE or self._take_token(character)
 
     def _take_in_string(self, character: str) -> bool:
-        if self._escape:
+        if self._escape or character == "\\":
             self._escape += character
-            if len(self._escape) == 2:
-                if character != "u":
-                    self._escape = ""
-                return character in '"\\/bfnrtu'
-            if len(self._escape) == 6:
+            if _ESCAPE.fullmatch(self._escape):
                 self._escape = ""
-            return character in "0123456789abcdefABCDEF"
-        if character == "\\":
-            self._escape = character
-            return True
+                return True
+            return _ESCAPE_PREFIX.fullmatch(self._escape) is not None
         if character != '"':
             return False  # a control character
         self._in_string = False
         if self._is_key:
-            self._expects = _Expects.COLON
+            self._expects = ":"
         else:
             self._value_ends()
         return True
 
     def _take_token(self, character: str) -> bool:
-        match self._expects, character:
-            case _Expects.NOTHING, _:
-                return False
-            case _Expects.COLON, ":":
-                self._expects = _Expects.VALUE
-            case _Expects.COMMA_OR_END, ",":
-                self._expects = _Expects.KEY if self._open[-1] == "}" else _Expects.VALUE
-            case ((_Expects.COMMA_OR_END | _Expects.VALUE_OR_END | _Expects.KEY_OR_END), ("]" | "}")):
-                if self._open[-1] != character:
-                    return False
+        if character not in self._expects:
+            return False
+        match character:
+            case ":":
+                self._expects = _VALUE
+            case ",":
+                self._expects = '"' if self._open[-1] == "}" else _VALUE
+            case "]" | "}":
                 self._open.pop()
                 self._value_ends()
-            case ((_Expects.KEY | _Expects.KEY_OR_END), '"'):
-                self._in_string = self._is_key = True
-            case ((_Expects.VALUE | _Expects.VALUE_OR_END), _):
-                return self._begin(character)
+            case "[":
+                self._open.append("]")
+                self._expects = _VALUE + "]"
+            case "{":
+                self._open.append("}")
+                self._expects = '"}'
+            case '"':
+                self._in_string, self._is_key = True, "[" not in self._expects
             case _:
-                return False
-        return True
-
-    def _begin(self, character: str) -> bool:
-        if character == '"':
-            self._in_string, self._is_key = True, False
-        elif character in "[{":
-            self._open.append("]" if character == "[" else "}")
-            self._expects = _Expects.VALUE_OR_END if character == "[" else _Expects.KEY_OR_END
-            return len(self._open) <= MAX_DEPTH
-        elif self._begins_scalar(character):
-            self._scalar = character
-        else:
-            return False
-        return True
-
-    @staticmethod
-    def _begins_scalar(text: str) -> bool:
-        return _NUMBER_PREFIX.fullmatch(text) is not None or any(name.startswith(text) for name in _NAMES)
+                self._scalar = character
+        return len(self._open) <= MAX_DEPTH
 
     def _value_ends(self) -> None:
         self._scalar = ""
-        self._expects = _Expects.COMMA_OR_END if self._open else _Expects.NOTHING
+        self._expects = f",{self._open[-1]}" if self._open else ""

@@ -106,6 +106,10 @@ class CallParser(PieceReader, ABC):
         self._open = False
         """Whether a call has begun, in `_events` or in `_waiting`."""
         self._keys: set[str] = set()
+        self.in_reasoning = end_of_reasoning is not None
+        """Whether all that was pushed is reasoning."""
+        self.called = False
+        """Whether a call was complete."""
         self.only_content = False
         """Whatever is pushed from now on is content and comes back as it is, so it need not be pushed."""
         self._steps = self._answer(end_of_reasoning)
@@ -159,6 +163,7 @@ class CallParser(PieceReader, ABC):
                 yield from self._until(end_of_reasoning, self._give_reasoning)
             except Malformed:  # it ended in its reasoning
                 return
+            self.in_reasoning = False
             self._taken.clear()
         while (yield from self._content()):
             try:
@@ -281,9 +286,9 @@ class CallParser(PieceReader, ABC):
         self._end_call()
 
     def _end_call(self) -> None:
-        """End a call whose arguments are complete."""
         self._waiting.append(CallEnd(self._calls))
         self._calls += 1
+        self.called = True
         self._open = False
         self._keys.clear()
         self._certain()

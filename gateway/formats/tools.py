@@ -88,7 +88,6 @@ class CallRules:
         return self.forced or not self.parallel or bool(self.strict)
 
     def follows_schema(self, name: str) -> bool:
-        """Whether the arguments of a tool have to follow its schema."""
         return self.forced or name in self.strict
 
 

@@ -219,12 +219,12 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]
 """An object of which nothing more is known, such as a JSON schema."""
 
 _T = TypeVar("_T")
-
-
+_Text = TypeVar("_Text", bound=str)
 TEXT_OR_OTHER = Discriminator(lambda value: "<text>" if isinstance(value, str) else "<other>")
 """Tells a string, which is tagged `<text>`, from anything else, which is tagged `<other>`."""
 JsonOrText = Annotated[Annotated[JsonObject, Tag("<other>")] | Annotated[str, Tag("<text>")], TEXT_OR_OTHER]
-TextOr = Annotated[Annotated[str, Tag("<text>")] | Annotated[list[_T], Tag("<other>")], TEXT_OR_OTHER]
+TextOrOther = Annotated[Annotated[_Text, Tag("<text>")] | Annotated[_T, Tag("<other>")], TEXT_OR_OTHER]
+TextOr = TextOrOther[str, list[_T]]
 """Text, or a list of pieces."""
 
 
@@ -255,17 +255,17 @@ class KindsOf:
 _Body = TypeVar("_Body", bound=RequestBody)
 
 
-def parse(kind: type[_Body], body: bytes, policy: FieldPolicy) -> _Body:
-    """A validated request. Raises ApiError (400) that names the field, what was expected and what was found."""
+def parse(kind: type[_Body], body: bytes | Mapping[str, Any], policy: FieldPolicy) -> _Body:
+    """A validated request. body: JSON, or what it says. Raises ApiError (400), which names field and mistake."""
     try:
-        request = kind.model_validate_json(body)
+        request = kind.model_validate_json(body) if isinstance(body, bytes) else kind.model_validate(body)
     except ValidationError as error:
-        raise invalid(error) from error
+        raise _invalid(error) from error
     request.check_fields(policy)
     return request
 
 
-def invalid(error: ValidationError) -> ApiError:
+def _invalid(error: ValidationError) -> ApiError:
     """The first error of a validation, as clients are told."""
     first = first_error(error)
     # Tags of unions are no part of a field's name. Keys are the client's, and may be of any length.

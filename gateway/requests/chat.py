@@ -3,21 +3,13 @@
 from abc import ABC, abstractmethod
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PlainValidator, Tag, ValidationError, model_validator
+from pydantic import Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.errors import shown
 from gateway.formats.conversation import PromptEnd
 from gateway.formats.tools import CallRules, ToolSet
-from gateway.requests.body import (
-    OF_MESSAGES,
-    TEXT_OR_OTHER,
-    FieldPolicy,
-    JsonObject,
-    Piece,
-    RequestBody,
-    invalid,
-)
+from gateway.requests.body import OF_MESSAGES, FieldPolicy, JsonObject, Piece, RequestBody, TextOrOther, parse
 from gateway.requests.generation import MAX_STOP_CHARS, MAX_STOPS, CommonFields, GenerationRequest
 
 MAX_TOOLS = 512
@@ -82,7 +74,6 @@ class ChatMessage(Piece):
     tool_call_id: str | None = None
 
     def rendered(self) -> dict[str, Any]:
-        """The message as chat formats expect it."""
         rendered: dict[str, Any] = {"role": self.role, "content": self.content}
         reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
         for name, value in (("name", self.name), ("reasoning_content", reasoning), ("tool_call_id", self.tool_call_id)):
@@ -110,7 +101,6 @@ class ToolDefinition(Piece):
     function: FunctionDefinition
 
     def rendered(self) -> dict[str, Any]:
-        """The tool as chat formats expect it."""
         return self.model_dump(include={"type", "function"}, exclude_none=True)
 
 
@@ -125,9 +115,7 @@ class NamedTool(Piece):
     function: _NamedFunction
 
 
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<text>")] | Annotated[NamedTool, Tag("<other>")], TEXT_OR_OTHER
-]
+ToolChoice = TextOrOther[Literal["none", "auto", "required"], NamedTool]
 
 
 class ChatPromptFields(Piece):
@@ -192,7 +180,6 @@ class ChatCompletionRequest(GenerationRequest, ChatPromptFields):
         return [] if self.tool_choice == "none" else [tool.rendered() for tool in self.tools or ()]
 
     def call_rules(self) -> CallRules:
-        """Which calls the answer may have."""
         tools, choice = self.usable_tools, self.tool_choice
         if isinstance(choice, NamedTool):
             named = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
@@ -227,7 +214,7 @@ _PASSED_ON = {*CommonFields.model_fields, "chat_template_kwargs"}
 class ConvertedRequest(RequestBody, CommonFields, ABC):
     """The body of an endpoint that is answered by way of a chat completion."""
 
-    chat: ClassVar = ChatCompletionRequest
+    chat: ClassVar[type[ChatCompletionRequest]] = ChatCompletionRequest
     """The class of that."""
 
     model: str | None = None
@@ -241,11 +228,5 @@ class ConvertedRequest(RequestBody, CommonFields, ABC):
     def generation(self, policy: FieldPolicy) -> ChatCompletionRequest:
         """The chat completion that the body asks for. Raises ApiError for what that refuses, too."""
         fields = {name: getattr(self, name) for name in _PASSED_ON & self.model_fields_set}
-        try:
-            chat: ChatCompletionRequest = self.chat.model_validate(
-                {"model": self.model, "stream": self.stream, **fields, **self.chat_fields()}
-            )
-        except ValidationError as error:
-            raise invalid(error) from error
-        chat.check_fields(policy)
-        return chat
+        asked = {"model": self.model, "stream": self.stream, **fields, **self.chat_fields()}
+        return parse(self.chat, asked, policy)

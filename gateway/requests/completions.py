@@ -25,11 +25,10 @@ def _prompts(value: object) -> list[Prompt]:
     return prompts
 
 
+_Text = Annotated[str, Field(min_length=1)]
+_TokenIds = Annotated[list[int], Field(min_length=1)]
 _PromptInput = (
-    Annotated[str, Field(min_length=1)]
-    | Annotated[list[int], Field(min_length=1)]
-    | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
-    | Annotated[list[Annotated[list[int], Field(min_length=1)]], Field(min_length=1)]
+    _Text | _TokenIds | Annotated[list[_Text], Field(min_length=1)] | Annotated[list[_TokenIds], Field(min_length=1)]
 )
 
 

@@ -56,7 +56,6 @@ class StreamOptions(Piece):
     continuous_usage_stats: bool | None = None
 
     def check_fields(self, policy: FieldPolicy) -> None:
-        """Raises ApiError for a field that asks for what is not carried out."""
         policy.check(self.model_extra or {}, OF_STREAMS, "stream_options.")
 
 

@@ -4,11 +4,11 @@ import base64
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, Tag, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.errors import shown
-from gateway.requests.body import TEXT_OR_OTHER, FieldPolicy, JsonObject, KindsOf, Piece, RequestBody, TextOr
+from gateway.requests.body import FieldPolicy, JsonObject, KindsOf, Piece, RequestBody, TextOr, TextOrOther
 from gateway.requests.chat import MAX_TOOLS, CallId, ConvertedRequest, ToolName, chat_call
 from gateway.requests.generation import StreamOptions
 
@@ -135,10 +135,7 @@ class FunctionTool(NamedFunction):
     strict: bool | None = None
 
 
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<text>")] | Annotated[NamedFunction, Tag("<other>")],
-    TEXT_OR_OTHER,
-]
+ToolChoice = TextOrOther[Literal["none", "auto", "required"], NamedFunction]
 
 
 class Reasoning(Piece):
