@@ -104,14 +104,7 @@ class PrefillEndpoint:
 
     def _take(self, sender: Peer, message: Message) -> None:
         match message:
-            case (
-                PrefillRequest()
-                | messages.ChunkTaken()
-                | messages.Admitted()
-                | messages.Abort()
-                | FetchGrant()
-                | FetchRefused()
-            ) if message.attempt.decode != sender.boot_id:
+            case messages.AttemptMessage(sent_by=messages.DECODE) if message.attempt.decode != sender.boot_id:
                 log.warning("not its own attempt", sender=sender.address, **message.attempt.log_fields)
             case PrefillRequest():
                 self._on_request(sender, message)

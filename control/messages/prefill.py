@@ -5,7 +5,7 @@ from typing import Annotated, Any, NamedTuple, Self
 from pydantic import Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
 
-from base.wire import Identifier, UInt
+from base.wire import Identifier, UInt, WireModel
 from control.messages.common import (
     DECODE,
     MAX_ATTEMPTS,
@@ -41,19 +41,24 @@ class AttemptId(NamedTuple):
         return {"request_id": self.request_id, "epoch": self.epoch}
 
 
+class AttemptMessage(WireModel):
+    """What messages about one attempt have in common."""
+
+    attempt: AttemptId
+
+
 class Destination(RemotePool):
     """A decode node's pool. identity: what its KV has to be."""
 
     identity: ModelIdentity
 
 
-class PrefillRequest(Message, sent_by=DECODE):
+class PrefillRequest(AttemptMessage, Message, sent_by=DECODE):
     """Decode node to prefill node: compute these tokens and write their KV, from position `start` on, to these slots.
 
     Repeated until PrefillAccepted.
     """
 
-    attempt: AttemptId
     token_ids: Annotated[TokenIds, Field(min_length=1)]
     last_token_id: TokenId
     start: UInt = 0
@@ -80,35 +85,30 @@ class PrefillRequest(Message, sent_by=DECODE):
         return self
 
 
-class PrefillAccepted(Message, sent_by=PREFILL):
+class PrefillAccepted(AttemptMessage, Message, sent_by=PREFILL):
     """Prefill node to decode node: it has the request, or had it before."""
 
-    attempt: AttemptId
 
-
-class ChunkDone(Message, sent_by=PREFILL):
+class ChunkDone(AttemptMessage, Message, sent_by=PREFILL):
     """Prefill node to decode node: every write of a chunk before the last was confirmed. Repeated until ChunkTaken.
 
     Only chunks with checksums or log probabilities have one.
     """
 
-    attempt: AttemptId
     number: UInt
     checksums: Checksums
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
-class ChunkTaken(Message, sent_by=DECODE):
+class ChunkTaken(AttemptMessage, Message, sent_by=DECODE):
     """Decode node to prefill node: that ChunkDone has arrived. Its checksums may not be verified yet."""
 
-    attempt: AttemptId
     number: UInt
 
 
-class PrefillDone(Message, sent_by=PREFILL):
+class PrefillDone(AttemptMessage, Message, sent_by=PREFILL):
     """Prefill node to decode node: every write was confirmed, and nothing is in flight. Repeated until Admitted."""
 
-    attempt: AttemptId
     num_tokens: UInt
     transferred_bytes: UInt = 0
     descriptors: UInt = 0
@@ -120,13 +120,12 @@ class PrefillDone(Message, sent_by=PREFILL):
     cached_tokens: UInt = 0
 
 
-class PrefillFailed(Message, sent_by=PREFILL):
+class PrefillFailed(AttemptMessage, Message, sent_by=PREFILL):
     """Prefill node to decode node: the attempt will not be completed here.
 
     With `in_flight` it is repeated until Abort, and Quiesced follows. Otherwise it implies Quiesced.
     """
 
-    attempt: AttemptId
     reason: str
     in_flight: bool = False
     lingering: bool = False
@@ -134,22 +133,17 @@ class PrefillFailed(Message, sent_by=PREFILL):
     refused: bool = False
 
 
-class Admitted(Message, sent_by=DECODE):
+class Admitted(AttemptMessage, Message, sent_by=DECODE):
     """Decode node to prefill node: the KV is here and verified, or not wanted any more. Its source pages may go."""
 
-    attempt: AttemptId
 
-
-class Abort(Message, sent_by=DECODE):
+class Abort(AttemptMessage, Message, sent_by=DECODE):
     """Decode node to prefill node: stop writing. Repeated until Quiesced."""
 
-    attempt: AttemptId
 
-
-class Quiesced(Message, sent_by=PREFILL):
+class Quiesced(AttemptMessage, Message, sent_by=PREFILL):
     """Prefill node to decode node: no write of this attempt is in flight, and none will follow."""
 
-    attempt: AttemptId
     lingering: bool = False
 
 
@@ -172,13 +166,12 @@ class NotHeld(Message, sent_by=PREFILL):
     attempts: Annotated[tuple[AttemptId, ...], Field(max_length=MAX_ATTEMPTS)] = ()
 
 
-class FetchRequest(Message, sent_by=PREFILL):
+class FetchRequest(AttemptMessage, Message, sent_by=PREFILL):
     """Prefill node to decode node: let me read positions [start, stop), which lie before `PrefillRequest.start`.
 
     Repeated until FetchGrant or FetchRefused, or until the node does not want it any more.
     """
 
-    attempt: AttemptId
     start: UInt
     stop: UInt
 
@@ -189,27 +182,23 @@ class FetchRequest(Message, sent_by=PREFILL):
         return self
 
 
-class FetchGrant(Message, sent_by=DECODE):
+class FetchGrant(AttemptMessage, Message, sent_by=DECODE):
     """Decode node to prefill node: positions [start, stop) are here, and stay until the node has said FetchDone."""
 
-    attempt: AttemptId
     start: UInt
     stop: UInt
     extents: tuple[tuple[UInt, UInt], ...]
     checksums: Checksums
 
 
-class FetchRefused(Message, sent_by=DECODE):
+class FetchRefused(AttemptMessage, Message, sent_by=DECODE):
     """Decode node to prefill node: these positions may not be read, so they have to be computed."""
 
-    attempt: AttemptId
     reason: str
 
 
-class FetchDone(Message, sent_by=PREFILL):
+class FetchDone(AttemptMessage, Message, sent_by=PREFILL):
     """Prefill node to decode node: no read of this attempt is in flight, and none will follow. Sent once.
 
     Whatever says that no write is in flight says the same of reads.
     """
-
-    attempt: AttemptId

@@ -8,15 +8,16 @@ import pytest
 from base.wire import WireModel
 from control import messages
 from control.codec import PROTOCOL_VERSION, Frame
-from control.messages import AttemptId, Message
+from control.messages import AttemptId, AttemptMessage, Message
 from transfer.memory import RemotePool
 
+BASES = (RemotePool, AttemptMessage)
 PAGE = (Path(__file__).parents[2] / "docs/protocol.md").read_text()
 SECTIONS = dict(re.findall(r"^#### (\w+)\n(.*?)(?=^#|\Z)", PAGE, re.MULTILINE | re.DOTALL))
 PARTS = {
     name: part
     for name, part in vars(messages).items()
-    if isinstance(part, type) and issubclass(part, WireModel) and part.model_fields and part is not RemotePool
+    if isinstance(part, type) and issubclass(part, WireModel) and part.model_fields and part not in BASES
 }
 
 
