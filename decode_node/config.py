@@ -16,6 +16,7 @@ HiSparseJson = Annotated[
 class DecodeConfig(NodeConfig):
     """The flags of a decode node. Its `page_size` is that of the index keys in device memory."""
 
+    alike_in_ranks = (*NodeConfig.alike_in_ranks, "max_running_requests", "disable_cuda_graph")
     port: Port = 8020
     control_port: ControlPort = 8021
     hisparse_config: HiSparseJson = None

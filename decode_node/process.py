@@ -38,7 +38,7 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
     hisparse = parse_config(config.hisparse_config, described.spec.index_topk)
     fit = partial(fit_pools, config, hisparse, described.spec, described.drafts)
     with ExitStack() as at_end:
-        node = at_end.enter_context(described.start(common_to_ranks(config), fit))
+        node = at_end.enter_context(described.start(fit))
         shell, ranks, model, transports = node.shell, node.ranks, node.model, node.transports
         rank_group, *_ = ranks.share(shell.control.me.boot_id)
         spec, sizes = plan_pools(config, hisparse, described.spec, described.drafts, ranks)
@@ -140,11 +140,3 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
 
 def _totals(counters: SwapInCounters) -> NodeTotals:
     return NodeTotals(hits=counters.hits, misses=counters.misses, swapped_bytes=counters.bytes)
-
-
-def common_to_ranks(config: DecodeConfig) -> dict[str, object]:
-    """What decides the shape of a step, and so has to be alike in all ranks."""
-    return {
-        "max_running_requests": config.max_running_requests,
-        "disable_cuda_graph": config.disable_cuda_graph,
-    }

@@ -18,6 +18,7 @@ TransferChecksum = Annotated[ChecksumMode, Flag("What the decode node checks of 
 class PrefillConfig(NodeConfig):
     """The flags of a prefill node."""
 
+    alike_in_ranks = (*NodeConfig.alike_in_ranks, "page_size", "attention_backend", "transfer_protocol")
     port: Port = 8010
     control_port: ControlPort = 8011
     max_total_tokens: Annotated[

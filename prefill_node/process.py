@@ -39,7 +39,7 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
     described = NodeModel.of("prefill", config, place)
     device, fit = described.device, partial(fit_pages, config, described.spec)
     with ExitStack() as at_end:
-        node = at_end.enter_context(described.start(common_to_ranks(config), fit))
+        node = at_end.enter_context(described.start(fit))
         shell, ranks, model, exchange, transports = node.shell, node.ranks, node.model, node.exchange, node.transports
         spec, pages = plan_pages(config, described.spec, ranks)
         if ranks.world_size > 1:
@@ -102,15 +102,6 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
         shell.announce(transports, spec.model_type, spec.fingerprint)
         PrefillEndpoint(shell, planner, ranks).run()
         planner.leave()
-
-
-def common_to_ranks(config: PrefillConfig) -> dict[str, object]:
-    """What decides how steps are computed and sent, and so has to be alike in all ranks."""
-    return {
-        "page_size": config.page_size,
-        "attention_backend": config.attention_backend,
-        "transfer_protocol": config.transfer_protocol,
-    }
 
 
 def _is_caching(config: PrefillConfig) -> bool:

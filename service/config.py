@@ -6,7 +6,7 @@ Import nothing slow here: `--help` loads it.
 import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from base.errors import StartupError
 from base.flags import Flag
@@ -83,8 +83,12 @@ def drafts_of(steps: SpeculativeNumSteps, has_draft_layer: bool) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig(ProcessConfig):
-    """The flags of prefill and decode nodes."""
+    """The flags of prefill and decode nodes.
 
+    alike_in_ranks: fields that decide how steps are computed and sent, and so have to be alike in all ranks.
+    """
+
+    alike_in_ranks: ClassVar[tuple[str, ...]] = ("quantization", "speculative_num_steps", "ranks")
     load_format: Annotated[
         Literal["auto", "dummy"],
         Flag(

@@ -4,7 +4,7 @@
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -84,12 +84,11 @@ class NodeModel:
         return cls(role, config, place, device, spec, drafts, identify(config.model_path), backend)
 
     @contextmanager
-    def start(self, same: Mapping[str, object], fit: Callable[[Ranks, int], object]) -> Iterator[StartedNode]:
+    def start(self, fit: Callable[[Ranks, int], object]) -> Iterator[StartedNode]:
         """Start, and close at the end, what a node of either role has. Waits for all ranks.
 
-        same: values of this role that all ranks need alike. fit: called with the bytes of the weights before they are
-        read, to raise StartupError if what they leave is too little.
-        Raises StartupError for a port that is taken, a checkpoint that cannot be served, or ranks that differ.
+        fit: called with the bytes of the weights before they are read, to raise StartupError if what they leave is too
+        little. Raises StartupError for a port that is taken, a checkpoint that cannot be served, or ranks that differ.
         """
         config = self.config
         with ExitStack() as at_end:
@@ -100,7 +99,7 @@ class NodeModel:
             # After the ports are bound: no rank may answer before all have theirs.
             ranks = self._join(shell)
             at_end.callback(ranks.close)
-            ranks.check_same_config({**common_to_ranks(ranks, config, self.spec), **same})
+            ranks.check_same_config(common_to_ranks(ranks, config, self.spec))
             exchange = ranks.connect()
             model = load_model(
                 config.model_path,
@@ -127,16 +126,14 @@ class NodeModel:
 
 
 def common_to_ranks(ranks: Ranks, config: NodeConfig, spec: ModelSpec) -> dict[str, object]:
-    """What the ranks of a node of either role need alike, for `Ranks.check_same_config`."""
+    """What the ranks of a node need alike, for `Ranks.check_same_config`."""
     return {
         "version": f"{VERSION} (protocol {PROTOCOL_VERSION})",
         **identity_of(spec).model_dump(),
         "context_length": spec.context_length,
-        "quantization": config.quantization,
-        "speculative_num_steps": config.speculative_num_steps,
         "device": ranks.device.type,
         "computes_in_fp8": fp8_unavailable_reason(ranks.device, spec.dtype) is None,
-        "ranks": config.ranks,
+        **{name: getattr(config, name) for name in config.alike_in_ranks},
     }
 
 
