@@ -22,32 +22,28 @@ _SECRETS = {"api_keys": API_KEYS_VARIABLE, "api_key": ""}
 """Parameters whose values are not shown, and the variables that set them, where the parameters do not say."""
 
 
-@cache
-def config_option() -> Any:
-    """The flag itself, which is read before the others. Made by typer, of a command of its own."""
-    app = typer.Typer(add_completion=False)
-    app.command()(_takes_a_file)
-    return typer.main.get_command(app).params[0]
-
-
 def _read_defaults(ctx: typer.Context, value: str | None) -> None:
     if value is not None:
         ctx.default_map = dict(_defaults(Path(value), ctx.command))
 
 
-def _takes_a_file(
-    config: Annotated[
-        str | None,
-        typer.Option(
-            "--config",
-            metavar="<path>",
-            help="YAML file of flags, such as `port: 8000`. Those on the command line win.",
-            is_eager=True,
-            expose_value=False,
-            callback=_read_defaults,
-        ),
-    ] = None,
-) -> None: ...
+@cache
+def config_option() -> Any:
+    """The flag itself, which is read before the others. Made by typer, of a command of its own."""
+    option = typer.Option(
+        "--config",
+        metavar="<path>",
+        help="YAML file of flags, such as `port: 8000`. Those on the command line win.",
+        is_eager=True,
+        expose_value=False,
+        callback=_read_defaults,
+    )
+
+    def takes_a_file(config: Annotated[str | None, option] = None) -> None: ...
+
+    app = typer.Typer(add_completion=False)
+    app.command()(takes_a_file)
+    return typer.main.get_command(app).params[0]
 
 
 def _defaults(path: Path, command: Any) -> Iterator[tuple[str, object]]:

@@ -53,7 +53,6 @@ class DeclaredFlag:
 
     @property
     def name(self) -> str:
-        """The flag on the command line."""
         return self.flag.name or f"--{self.field.name.replace('_', '-')}"
 
     @property

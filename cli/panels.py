@@ -35,7 +35,6 @@ _OTHERS = "Options"
 
 
 def panel_of(field: str) -> str:
-    """The subject of a configuration's field."""
     return _PANEL_OF.get(field, _OTHERS)
 
 

@@ -128,7 +128,6 @@ def devices_for(device: str, num_nodes: int, mem_fraction: float | None) -> tupl
 
 
 def count_gpus() -> int:
-    """GPUs that this process sees."""
     import torch  # takes seconds, and only `cuda` needs it
 
     return torch.cuda.device_count()

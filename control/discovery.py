@@ -53,7 +53,6 @@ class GatewayAddresses:
         self._stopping.set()
 
     def look_up(self) -> None:
-        """Look all names up once."""
         for name in self._answers:
             self._look_up(name)
         self.current = self._numeric.union(*self._answers.values())

@@ -73,7 +73,6 @@ class PromptLogprobTable:
 
     @property
     def complete(self) -> bool:
-        """Whether no position is missing."""
         return bool(self._has.all())
 
     def rejection_reason(self, piece: PromptLogprobs) -> str | None:

@@ -214,7 +214,6 @@ class PrefillEndpoint:
         self._remember(attempt.id, attempt.lingering)
 
     def _remember(self, attempt: AttemptId, lingering: bool = False) -> None:
-        """An attempt is finished."""
         self._finished[attempt] = lingering or self._finished.get(attempt, False)
 
     def _quiesced(self, attempt: AttemptId) -> Quiesced:

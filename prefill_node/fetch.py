@@ -204,8 +204,6 @@ class RunningFetch:
 
 
 class Fetcher(Lanes[Fetch, KVSink]):
-    """Reads blocks of prefixes."""
-
     always_lends = True
 
     def __init__(

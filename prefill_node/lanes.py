@@ -141,7 +141,6 @@ class Lane(Generic[WorkT, BuffersT]):
         """Work that was taken and not reported, by its number."""
 
     def lent(self) -> BuffersT:
-        """The buffers of this lane."""
         if self._buffers is None:
             self._buffers = self._lanes.lend()
         return self._buffers

@@ -176,8 +176,6 @@ class OutgoingChunk:
 
 
 class Sender(Lanes[Chunk, SendRing]):
-    """Sends chunks."""
-
     def __init__(
         self,
         reading: Reading,
@@ -185,7 +183,6 @@ class Sender(Lanes[Chunk, SendRing]):
         connect: Callable[[Destination], Channel],
         silence: Callable[[Peer], float],
     ) -> None:
-        """connect, silence: as of Lanes."""
         super().__init__("send", connect, silence, rings.lend, rings.take_back)
         self._reading = reading
 

@@ -46,7 +46,6 @@ class PrefillSteps:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no step is under way."""
         return self._running is None
 
     def gather(self, attempts: list[HeldAttempt]) -> None:

@@ -128,7 +128,6 @@ def _tag(key: bytes, header: bytes, payload: bytes) -> bytes:
 PATIENCE_S = 10.0
 """How long a handshake may take."""
 _NONCE_BYTES = 32
-_PROOF_BYTES = hashlib.sha256().digest_size
 _HELLO = struct.Struct(f"<3I{_NONCE_BYTES}s")
 _CLOCK = struct.Struct("<d")
 
@@ -138,8 +137,6 @@ class HandshakeFailed(Exception):
 
 
 class Purpose(IntEnum):
-    """What a connection is for."""
-
     LINK = 1
     """It keeps two tables alike (`ReplicatedStatus`)."""
     LINE = 2
@@ -168,7 +165,7 @@ def call(connection: socket.socket, key: bytes, caller: Caller, at: Address) -> 
         hello = _HELLO.pack(caller.purpose, caller.rank, caller.to, secrets.token_bytes(_NONCE_BYTES))
         connection.sendall(hello)
         transcript = _transcript(hello, _take(connection, _NONCE_BYTES, until), at)
-        _check(_take(connection, _PROOF_BYTES, until), key, b"accepting", transcript)
+        _check(_take(connection, _TAG_BYTES, until), key, b"accepting", transcript)
         asked_at = time.monotonic()
         connection.sendall(_derived(key, b"connecting", transcript))
         session = SealedSocket(connection, _keys(key, transcript, is_caller=True))
@@ -195,7 +192,7 @@ def accept(connection: socket.socket, key: bytes, rank: int, at: Address) -> tup
         nonce = secrets.token_bytes(_NONCE_BYTES)
         transcript = _transcript(hello, nonce, at)
         connection.sendall(nonce + _derived(key, b"accepting", transcript))
-        _check(_take(connection, _PROOF_BYTES, until), key, b"connecting", transcript)
+        _check(_take(connection, _TAG_BYTES, until), key, b"connecting", transcript)
         connection.settimeout(None)
         session = SealedSocket(connection, _keys(key, transcript, is_caller=False))
         session.send(_CLOCK.pack(time.monotonic()))

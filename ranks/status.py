@@ -144,7 +144,6 @@ class SharedStatus:
         return min(reported, key=lambda rank: self._get(rank, _REPORTED_AT), default=None)
 
     def _of_all(self, field: int) -> memoryview:
-        """A number of each rank."""
         return self._numbers[field :: _ENTRY_BYTES // 8]
 
     def _at(self, rank: int, field: int) -> int:

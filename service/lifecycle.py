@@ -61,7 +61,6 @@ class Lifecycle:
             self.drain()
 
     def signalled(self, number: int) -> None:
-        """A stop signal arrived."""
         if number == signal.SIGTERM and self.serving:
             self.drain()
         else:
