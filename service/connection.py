@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import h11
 from prometheus_client import Counter
@@ -124,6 +124,16 @@ class _Parser(h11.Connection):
         return event
 
 
+class ConnectionOwner(Protocol):
+    """The server of connections. refused: counts refusals by reason. closed: called once a connection is closed."""
+
+    limits: ConnectionLimits
+    refused: Counter
+    chunk_turns: ChunkTurns
+
+    def closed(self) -> None: ...
+
+
 class ReaderDeadline(asyncio.Protocol):
     """What connections of both kinds have: a deadline for the client to read, and a count of refusals by reason.
 
@@ -132,8 +142,7 @@ class ReaderDeadline(asyncio.Protocol):
 
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
-    _limits: ConnectionLimits
-    _refused: Counter
+    _owner: ConnectionOwner
     _reader_timer: asyncio.TimerHandle | None = None
 
     def pause_writing(self) -> None:
@@ -148,7 +157,7 @@ class ReaderDeadline(asyncio.Protocol):
     def _expect_reader(self) -> None:
         """Start the deadline for the client to read what is written: a connection closes only after that."""
         if self._reader_timer is None:
-            self._reader_timer = self.loop.call_later(self._limits.reader_timeout, self._give_up_on_reader)
+            self._reader_timer = self.loop.call_later(self._owner.limits.reader_timeout, self._give_up_on_reader)
 
     def _reader_caught_up(self) -> None:
         if self._reader_timer is not None:
@@ -160,34 +169,21 @@ class ReaderDeadline(asyncio.Protocol):
         self.transport.abort()
 
     def _count(self, reason: str) -> None:
-        self._refused.labels(reason=reason).inc()
+        self._owner.refused.labels(reason=reason).inc()
 
 
 class GuardedConnection(ReaderDeadline, H11Protocol):
     """uvicorn's HTTP/1.1 protocol on h11, with the deadlines that uvicorn lacks.
 
-    Between two requests uvicorn's own keep-alive time applies. refused: counts refusals by reason. closed: called once
-    the connection is closed.
+    Between two requests uvicorn's own keep-alive time applies.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        state: ServerState,
-        app_state: dict[str, Any],
-        limits: ConnectionLimits,
-        refused: Counter,
-        closed: Callable[[], None],
-        chunk_turns: ChunkTurns,
-    ) -> None:
+    def __init__(self, config: Config, state: ServerState, app_state: dict[str, Any], owner: ConnectionOwner) -> None:
         super().__init__(config, state, app_state, asyncio.get_running_loop())
         # What uvicorn calls for each request.
         self.app: Callable[[Scope, Receive, Send], Awaitable[None]] = partial(self._served_by, self.app)
         self.conn = _Parser()
-        self._limits = limits
-        self._refused = refused
-        self._closed = closed
-        self._chunk_turns = chunk_turns
+        self._owner = owner
         self._expected: Literal["header", "body"] | None = None
         """The part of a request that has a deadline now."""
         self._expected_since = 0.0
@@ -199,7 +195,7 @@ class GuardedConnection(ReaderDeadline, H11Protocol):
 
     async def _served_by(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, which gets a ChunkWriter that opens when the answer turns out to have chunks."""
-        chunks = ChunkWriter(self.flow, self.transport, self._chunk_turns)
+        chunks = ChunkWriter(self.flow, self.transport, self._owner.chunk_turns)
 
         async def send_and_look(message: Message) -> None:
             chunks.flush()
@@ -223,7 +219,7 @@ class GuardedConnection(ReaderDeadline, H11Protocol):
         self._expect(None)
         self._reader_caught_up()
         self._unset_keepalive_if_required()
-        self._closed()
+        self._owner.closed()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -280,16 +276,16 @@ class GuardedConnection(ReaderDeadline, H11Protocol):
         if part is not None:
             self._expected_since = self.loop.time()
             self._received = 0
-            self._request_timer = self.loop.call_later(self._limits.header_timeout, self._check_deadline)
+            self._request_timer = self.loop.call_later(self._owner.limits.header_timeout, self._check_deadline)
 
     def _check_deadline(self) -> None:
-        allowed = self._limits.header_timeout
+        allowed = self._owner.limits.header_timeout
         if self._expected == "body":
             allowed += self._received / BODY_FLOOR
         left = self._expected_since + allowed - self.loop.time()
         if self.flow.read_paused:
             # The application is slow, not the client.
-            left = max(left, self._limits.header_timeout)
+            left = max(left, self._owner.limits.header_timeout)
         if left > 0:
             self._request_timer = self.loop.call_later(left, self._check_deadline)
         else:

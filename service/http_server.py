@@ -44,7 +44,7 @@ class HttpServer(uvicorn.Server):
         config = uvicorn.Config(
             app,
             http=H11Protocol,
-            ws=partial(GuardedWebSocket, limits=limits, refused=refused, closed=self._closed)  # type: ignore[arg-type]
+            ws=partial(GuardedWebSocket, owner=self)  # type: ignore[arg-type]
             if limits.max_message_bytes
             else "none",
             ws_max_size=limits.max_message_bytes,
@@ -59,10 +59,10 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
         self._listener = listener
-        self._limits = limits
-        self._refused = refused
+        self.limits = limits
+        self.refused = refused
         self._tls = tls
-        self._chunk_turns = ChunkTurns()
+        self.chunk_turns = ChunkTurns()
         self._open_connections = 0
         """Connections accepted and not closed, including those in a TLS handshake."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -102,11 +102,11 @@ class HttpServer(uvicorn.Server):
                 log.error("cannot accept a connection", error=error.strerror)
                 await asyncio.sleep(_ACCEPT_RETRY_S)
                 continue
-            if self._open_connections < self._limits.max_connections:
+            if self._open_connections < self.limits.max_connections:
                 self._open_connections += 1
                 self._start(self._connect(connection))
             else:
-                self._refused.labels(reason="too_many_connections").inc()
+                self.refused.labels(reason="too_many_connections").inc()
                 connection.close()
             # sock_accept does not yield while connections are waiting: a flood of them would starve the loop.
             await asyncio.sleep(0)
@@ -122,26 +122,18 @@ class HttpServer(uvicorn.Server):
             if self._tls is not None:
                 tls = {
                     "ssl": self._tls(),
-                    "ssl_handshake_timeout": self._limits.header_timeout,
+                    "ssl_handshake_timeout": self.limits.header_timeout,
                     "ssl_shutdown_timeout": _TLS_SHUTDOWN_S,
                 }
             await asyncio.get_running_loop().connect_accepted_socket(self._protocol, connection, **tls)
         except OSError:
-            self._closed()
+            self.closed()
             if self._tls is not None:
                 # Not TLS, no version in common, the certificate is not trusted, or the handshake took too long.
-                self._refused.labels(reason="tls_handshake").inc()
+                self.refused.labels(reason="tls_handshake").inc()
 
     def _protocol(self) -> GuardedConnection:
-        return GuardedConnection(
-            self.config,
-            self.server_state,
-            self.lifespan.state,
-            self._limits,
-            self._refused,
-            self._closed,
-            self._chunk_turns,
-        )
+        return GuardedConnection(self.config, self.server_state, self.lifespan.state, self)
 
-    def _closed(self) -> None:
+    def closed(self) -> None:
         self._open_connections -= 1

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from prometheus_client import Counter
 from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
 from uvicorn.config import Config
 from uvicorn.protocols.utils import ClientDisconnected
@@ -13,7 +12,7 @@ from uvicorn.server import ServerState
 from websockets.exceptions import PayloadTooBig
 from websockets.http11 import Request
 
-from service.connection import BODY_FLOOR, SMALL_CHUNK_BYTES, SMALL_CHUNKS, ConnectionLimits, ReaderDeadline
+from service.connection import BODY_FLOOR, SMALL_CHUNK_BYTES, SMALL_CHUNKS, ConnectionOwner, ReaderDeadline
 
 _MOST_WAITING = 16
 """Messages that may wait while one is answered."""
@@ -24,17 +23,11 @@ _SLICE_BYTES = 4 << 10
 class GuardedWebSocket(ReaderDeadline, WebSocketsSansIOProtocol):
     """uvicorn's WebSocket protocol, with what it lacks. Its scope has it as "socket".
 
-    Messages come as bytes, whatever the client says they are. refused, closed: as of `GuardedConnection`.
+    Messages come as bytes, whatever the client says they are.
     """
 
     def __init__(
-        self,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        limits: ConnectionLimits,
-        refused: Counter,
-        closed: Callable[[], None],
+        self, config: Config, server_state: ServerState, app_state: dict[str, Any], owner: ConnectionOwner
     ) -> None:
         super().__init__(config, server_state, app_state, asyncio.get_running_loop())
         self.takes: Callable[[int], bool] = lambda size: True
@@ -45,9 +38,7 @@ class GuardedWebSocket(ReaderDeadline, WebSocketsSansIOProtocol):
         """Whether the application answers a message. A server that stops waits for that."""
         self.idle_since = self.loop.time()
         self._stopping = False
-        self._limits = limits
-        self._refused = refused
-        self._closed = closed
+        self._owner = owner
         self._received = 0
         """Bytes since the connection was made."""
         self._frames = 0
@@ -87,7 +78,7 @@ class GuardedWebSocket(ReaderDeadline, WebSocketsSansIOProtocol):
             self._arrived()
         elif self._message_timer is None:
             self._arriving_since = self.loop.time()
-            self._message_timer = self.loop.call_later(self._limits.header_timeout, self._check_deadline)
+            self._message_timer = self.loop.call_later(self._owner.limits.header_timeout, self._check_deadline)
         if not self.takes(self._waiting + self._arriving):
             self.fail(None, 1013, "too many bytes of requests are held: try again later")
 
@@ -142,7 +133,7 @@ class GuardedWebSocket(ReaderDeadline, WebSocketsSansIOProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._arrived()
         self._reader_caught_up()
-        self._closed()
+        self._owner.closed()
         self.left.set()
         super().connection_lost(exc)
 
@@ -159,7 +150,7 @@ class GuardedWebSocket(ReaderDeadline, WebSocketsSansIOProtocol):
             self._message_timer = None
 
     def _check_deadline(self) -> None:
-        allowed = self._limits.header_timeout + self._arriving / BODY_FLOOR
+        allowed = self._owner.limits.header_timeout + self._arriving / BODY_FLOOR
         left = self._arriving_since + allowed - self.loop.time()
         if left > 0:
             self._message_timer = self.loop.call_later(left, self._check_deadline)
