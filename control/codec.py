@@ -52,8 +52,7 @@ def encode(message: Message, sender: Peer, to: str = "", version: int = PROTOCOL
     if version != PROTOCOL_VERSION and kind not in _STABLE:
         raise ValueError(f"{kind} is not the same in wire version {version}")
     frame = {"v": version, "kind": kind, "sender": sender.model_dump(), "to": to}
-    packed: bytes = msgpack.packb({**frame, "body": message.model_dump(exclude_defaults=True)})
-    return packed
+    return bytes(msgpack.packb({**frame, "body": message.model_dump(exclude_defaults=True)}))
 
 
 def decode(data: bytes) -> tuple[Frame, Message | Greeting | None]:

@@ -44,8 +44,7 @@ class DataclassCodec(Generic[KindT]):
 
     def encode(self, value: KindT) -> bytes:
         kind = type(value).__name__
-        packed: bytes = msgpack.packb((kind, self._kinds[kind].dump_python(value)))
-        return packed
+        return bytes(msgpack.packb((kind, self._kinds[kind].dump_python(value))))
 
     def decode(self, data: bytes) -> KindT:
         """Raises ValueError if these are not the bytes of such a value, with fields of its types."""

@@ -75,8 +75,7 @@ def local_address(meeting: str) -> str:
     host, _, port = meeting.rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port)))
-        address: str = probe.getsockname()[0]
-        return address
+        return str(probe.getsockname()[0])
 
 
 def interface_of(address: str) -> str | None:

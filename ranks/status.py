@@ -229,16 +229,10 @@ class ReplicatedStatus(SharedStatus):
         super().beat(rank)
         self._send_state()
 
-    def set_phase(self, rank: int, phase: Phase) -> None:
-        before = self.phase_of(rank)
-        super().set_phase(rank, phase)
-        if phase != before:
-            self._send_state()
-
-    def set_done(self, rank: int) -> None:
-        before = self.done(rank)
-        super().set_done(rank)
-        if not before:
+    def _set(self, rank: int, field: int, value: int) -> None:
+        changed = rank == self._rank and field in (_PHASE, _DONE) and value != self._get(rank, field)
+        super()._set(rank, field, value)
+        if changed:
             self._send_state()
 
     def _send_state(self) -> None:
