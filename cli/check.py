@@ -3,7 +3,6 @@
 import importlib
 import re
 import resource
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -13,6 +12,7 @@ import torch
 
 from base.errors import StartupError
 from base.memory import available_host_bytes, human
+from cli.serve import LOOPBACK, bind_error
 from decode_node.config import DecodeConfig
 from gateway.config import GatewayConfig
 from kernels.ops import PYTHON_HEADER, c_compiler
@@ -127,19 +127,9 @@ def _locked_memory(has_rdma: bool) -> Finding:
 def _ports() -> Finding:
     """The default ports of the three kinds of process, on loopback."""
     ports = [port for kind in (GatewayConfig, PrefillConfig, DecodeConfig) for port in (kind.port, kind.control_port)]
-    if taken := [str(port) for port in ports if not _is_free(port)]:
+    if taken := [str(port) for port in ports if bind_error(LOOPBACK, port)]:
         return Finding(Verdict.LACKS, "ports", f"taken: {', '.join(taken)}; give --port and --control-port")
     return Finding(Verdict.HAS, "ports", f"{', '.join(map(str, ports))} are free")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def _optional(what: str, lacks: str | None, has: str, instead: str) -> Finding:

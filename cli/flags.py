@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 import typer
 
 from base.flags import Flag
-from cli.panels import panel_of
+from cli.panels import PANEL_OF
 
 Config = TypeVar("Config")
 Flags = Mapping[str, object]
@@ -68,7 +68,7 @@ class DeclaredFlag:
             min=flag.min,
             max=flag.max,
             case_sensitive=flag.case_sensitive,
-            rich_help_panel=panel_of(self.field.name),
+            rich_help_panel=PANEL_OF.get(self.field.name),
         )
         annotation = Annotated[read_as, typer.Argument(help=flag.help) if flag.positional else option]
         return Parameter(self.field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

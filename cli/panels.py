@@ -30,12 +30,8 @@ PANELS: Mapping[str, str] = {
     "Logs, traces and status": "log_level log_format otlp_traces_endpoint status_page",
 }
 """The fields of configurations by subject, in the order of --help. Fields without a subject come after them."""
-_PANEL_OF = {field: panel for panel, fields in PANELS.items() for field in fields.split()}
+PANEL_OF = {field: panel for panel, fields in PANELS.items() for field in fields.split()}
 _OTHERS = "Options"
-
-
-def panel_of(field: str) -> str:
-    return _PANEL_OF.get(field, _OTHERS)
 
 
 class GroupedCommand(TyperCommand):
@@ -46,7 +42,7 @@ class GroupedCommand(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {panel: [] for panel in PANELS}
-        in_order = {field: place for place, field in enumerate(_PANEL_OF)}
+        in_order = {field: place for place, field in enumerate(PANEL_OF)}
         for parameter in sorted(self.get_params(ctx), key=lambda each: in_order.get(each.name, len(in_order))):
             if (record := parameter.get_help_record(ctx)) is not None:
                 panel = getattr(parameter, "rich_help_panel", None) or _OTHERS

@@ -151,9 +151,12 @@ def serve_until_stopped(plan: ServePlan) -> int:
 
     On SIGTERM the gateway drains while the nodes serve on. On SIGINT everything ends at once. The process that ended is
     named last, with its reason, after the output of the others. Raises StartupError if another process has the
-    gateway's port.
+    gateway's port: that one would be asked whether it is ready.
     """
-    _check_is_free(plan.config.host, plan.port)
+    if (error := bind_error(plan.config.host, plan.port)) is not None:
+        raise StartupError(
+            f"--port {plan.port}: {plan.config.host} cannot be listened on ({error.strerror})"
+        ) from error
     lifecycle = Lifecycle(plan.config.drain_timeout)
     woken = threading.Event()
 
@@ -245,15 +248,15 @@ def free_port(ranks: int = 1) -> int:
     raise StartupError(f"no free TCP port from {_PORTS.start} to {_PORTS.stop - 1}")
 
 
-def _check_is_free(host: str, port: int) -> None:
-    """Raises StartupError for a port of the gateway that another process has: that one would be asked whether it is
-    ready."""
+def bind_error(host: str, port: int) -> OSError | None:
+    """Why a server could not listen at an address; None if it could."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the gateway does
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
             probe.bind((host, port))
     except OSError as error:
-        raise StartupError(f"--port {port}: {host} cannot be listened on ({error.strerror})") from error
+        return error
+    return None
 
 
 def _claim(port: int) -> socket.socket | None:

@@ -71,7 +71,8 @@ class Ranks:
 
     def share_on_host(self, value: Any) -> list[Any]:
         """What the ranks of this host say, as `share`; all ranks have to call it."""
-        return [value]
+        first = self.rank // self.per_host * self.per_host
+        return self.share(value)[first : first + self.per_host]
 
     def check_same_config(self, values: Mapping[str, object]) -> None:
         """Raises StartupError if other ranks have other values, with the first that differs."""
@@ -188,10 +189,6 @@ class RankGroup(Ranks):
         except dist.DistError as error:
             raise GroupFailed(f"rank 0 ended: its store does not answer any more: {error}") from error
         return shared
-
-    def share_on_host(self, value: Any) -> list[Any]:
-        shared = self.share(value)
-        return [shared[rank] for rank in self.place.neighbours]
 
     def check_same_config(self, values: Mapping[str, object]) -> None:
         first = dict(values)

@@ -35,7 +35,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     gpu = SimpleNamespace(name="NVIDIA H200", total_memory=140 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: gpu)
-    monkeypatch.setattr(check, "_is_free", lambda port: True)
+    monkeypatch.setattr(check, "bind_error", lambda host, port: None)
     return tmp_path
 
 
@@ -57,7 +57,7 @@ def test_what_is_used_instead_is_said(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(check, "rdma_devices", list)
     monkeypatch.setattr(check, "c_compiler", lambda: None)
     monkeypatch.setattr(check, "PYTHON_HEADER", Path("/lacking/Python.h"))
-    monkeypatch.setattr(check, "_is_free", lambda port: port != 8020)
+    monkeypatch.setattr(check, "bind_error", lambda host, port: OSError() if port == 8020 else None)
     code, lines = table(capsys)
     assert (code, set(lines)) == (0, {"same, shared", "RDMA", "C compiler", "Python headers", "ports"})
     assert "KV goes over TCP" in lines["RDMA"]
@@ -99,4 +99,4 @@ def test_a_machine_without_a_gpu_lacks_nothing_required(machine: Path, monkeypat
 
 def test_a_port_that_is_taken_is_not_free() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert not check._is_free(taken.getsockname()[1])
+        assert check.bind_error("127.0.0.1", taken.getsockname()[1]) is not None

@@ -16,7 +16,7 @@ from base.version import VERSION
 from cli.config import ServeConfig
 from cli.flags import declared_flags
 from cli.main import main, title
-from cli.panels import PANELS, panel_of
+from cli.panels import PANEL_OF, PANELS
 from cli.refusals import OTHER_NAMES
 from control.codec import PROTOCOL_VERSION
 from decode_node.config import DecodeConfig
@@ -142,7 +142,7 @@ def test_help_groups_flags_by_subject_and_cuts_no_name(
     assert set(sections) <= {*PANELS, "Options"}
     for flag in declared_flags(COMMANDS[command]):
         found = [panel for panel, section in sections.items() if re.search(rf"^  .*{flag.name}\b(?!-)", section, re.M)]
-        assert panel_of(flag.field.name) in found, flag.name
+        assert PANEL_OF.get(flag.field.name, "Options") in found, flag.name
 
 
 def test_every_field_of_a_panel_is_one() -> None:
