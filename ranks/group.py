@@ -122,6 +122,9 @@ class Ranks:
 
     def leave(self) -> None:
         """Say that this rank is done, and wait a while for the others to say so."""
+        until = time.monotonic() + _LEAVE_S
+        while not self.done() and time.monotonic() < until:
+            time.sleep(0.01)
 
     def close(self) -> None:
         """Leave the ranks. Collectives must be over, or the process about to end."""
@@ -247,11 +250,6 @@ class RankGroup(Ranks):
     def done(self) -> bool:
         self._status.set_done(self.rank)
         return self._status.all_done()
-
-    def leave(self) -> None:
-        until = time.monotonic() + _LEAVE_S
-        while not self.done() and time.monotonic() < until:
-            time.sleep(0.01)
 
     def close(self) -> None:
         self._watch.stop()
