@@ -221,10 +221,6 @@ class AttemptTable(dict[AttemptId, PrefillAttempt]):
     """Attempts that are live, and ended ones whose prefix may still be read."""
 
     @property
-    def live(self) -> list[PrefillAttempt]:
-        return [attempt for attempt in self.values() if attempt.is_live]
-
-    @property
     def leases(self) -> list[tuple[PrefillAttempt, ReadLease]]:
         """Leases with their attempts."""
         return [(attempt, attempt.lease) for attempt in self.values() if attempt.lease is not None]

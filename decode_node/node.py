@@ -56,8 +56,6 @@ class DecodeNode:
         ranks: Ranks,
     ) -> None:
         self._shell = shell
-        self._control = shell.control
-        self._metrics = shell.metrics
         self._scheduler = scheduler
         self._remote = remote
         self._coordinator = coordinator
@@ -78,14 +76,11 @@ class DecodeNode:
         """
         try:
             self._run()
-        except GroupFailed as failure:
+        except (GroupFailed, DeviceFailed) as failure:
             self._shell.leave()
             self._scheduler.end_streams(str(failure))
-            self._ranks.report(str(failure))
-            raise
-        except DeviceFailed as failure:
-            self._shell.leave()
-            self._scheduler.end_streams(str(failure))
+            if isinstance(failure, GroupFailed):
+                self._ranks.report(str(failure))
             raise
 
     def _run(self) -> None:
@@ -124,7 +119,7 @@ class DecodeNode:
 
     def refresh_metrics(self) -> None:
         """Update gauges and counters for a scrape. Always called by the same thread, which need not be the loop's."""
-        host, device, metrics = self._coordinator.host, self._coordinator.device, self._metrics
+        host, device, metrics = self._coordinator.host, self._coordinator.device, self._shell.metrics
         quarantined = self._remote.quarantine.num_slots
         cached = host.cached
         metrics.host_slots.labels("free").set(host.free - cached)
@@ -178,7 +173,7 @@ class DecodeNode:
                     self._learn(sender, message)
                 for one in message.each():
                     rejected = self._scheduler.add(one, sender)
-                    self._control.send(sender, rejected or Accepted(request_id=one.request_id))
+                    self._shell.control.send(sender, rejected or Accepted(request_id=one.request_id))
             case (sender, Cancel() as message):
                 self._scheduler.cancel(message.request_id, sender)
             case (sender, Ended() as message):

@@ -163,7 +163,8 @@ class OutputStream:
         new = len(token_ids) - (reason is not None)
         if new:
             cached_tokens = 0 if interval is not None else stream.cached_tokens
-            self._new_of(stream.gateway).append(
+            _, of_gateway = self._new.setdefault(stream.gateway.boot_id, (stream.gateway, []))
+            of_gateway.append(
                 _NewTokens(
                     request.request_id, start, token_ids[:new], reported[:new], interval, cached_tokens, stream.drafts
                 )
@@ -257,11 +258,6 @@ class OutputStream:
         }
         columns = [one.request_id for one in new], [one.start for one in new], [one.token_ids for one in new]
         return Outputs.of_columns(*columns, more)
-
-    def _new_of(self, gateway: Peer) -> list[_NewTokens]:
-        if gateway.boot_id not in self._new:
-            self._new[gateway.boot_id] = gateway, []
-        return self._new[gateway.boot_id][1]
 
     def _stream_of(self, request: Request) -> _Stream:
         key = _key(request.request_id, request.gateway)

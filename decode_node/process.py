@@ -65,7 +65,7 @@ def run_decode_node(config: DecodeConfig, place: RankPlace | None = None) -> Non
             shell.metrics,
             config.prefill_timeout,
             on_lost=lambda request, reason: scheduler.retry(request, reason),
-            on_landed=lambda request, cached: scheduler.landed(request, cached),
+            on_landed=lambda request, cached: scheduler.slots.landed(request, cached),
         )
         runner = ModelRunner(
             model,

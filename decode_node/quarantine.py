@@ -172,10 +172,9 @@ class Quarantine:
         mine = [r for r in self._reservations.quarantined if r.writers_of(boot_id)]
         writers = [writer for r in mine for writer in r.writers_of(boot_id)]
         leases = [lease for _, lease in self._reads.orphaned if lease.readers_of(boot_id)]
-        readers = [reader for lease in leases for reader in lease.readers_of(boot_id)]
         if not mine and not leases:
             raise HTTPException(404, f"nothing is in quarantine for boot id {boot_id}")
-        peer = writers[0].peer if writers else readers[0]
+        peer = writers[0].peer if writers else leases[0].readers_of(boot_id)[0]
         heard = self._control.last_heard(boot_id)
         if heard is not None and now - heard < SILENCE_S and not force:
             raise HTTPException(

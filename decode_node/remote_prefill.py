@@ -311,7 +311,7 @@ class RemotePrefill:
         writers = {writer.peer for reservation in self._reservations for writer in reservation.writers}
         readers = {reader for _, lease in self._attempts.leases for reader in lease.readers}
         self._control.watch(self.nodes.known | writers | readers)
-        for attempt in self._attempts.live:
+        for attempt in list(self._attempts.values()):
             if attempt.needs_node and (reason := self.nodes.failure_reason(attempt, now)):
                 self._lose(attempt, reason)
         self.quarantine.look_for_dead_writers(now)

@@ -153,10 +153,8 @@ class Request:
 
         A prefill after the first that has landed gives none again.
         """
-        asked = self.generate.prompt_logprobs
-        if asked is None or not self.lacks_logprobs:
-            return None
-        return PromptLogprobTable(len(self.generate.prompt_ids), asked)
+        asked = self.generate.prompt_logprobs if self.lacks_logprobs else None
+        return None if asked is None else PromptLogprobTable(len(self.generate.prompt_ids), asked)
 
     @property
     def lacks_logprobs(self) -> bool:

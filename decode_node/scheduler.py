@@ -58,13 +58,13 @@ class Scheduler:
     ) -> None:
         self.requests = RequestTable()
         self.outputs = outputs
+        self.slots = SlotManager(self.requests, coordinator, remote, local, metrics)
         self._runner = runner
         self._coordinator = coordinator
         self._remote = remote
         self._local = local
         self._metrics = metrics
         self._limits = limits
-        self._slots = SlotManager(self.requests, coordinator, remote, local, metrics)
         self._grammars = grammars
         self._tracer = tracer
         self._steps = Stepper(runner, coordinator, metrics, grammars, self._step_failed, ranks)
@@ -116,7 +116,7 @@ class Scheduler:
 
         It gives its cached prefix back, and looks for one again then.
         """
-        self._slots.release(request)
+        self.slots.release(request)
         if request.prefill_attempts > self._limits.prefill_retries:
             self.end(request, "error", f"prefill failed {request.prefill_attempts} times, at last: {reason}")
         else:
@@ -134,13 +134,6 @@ class Scheduler:
             if is_new and not fits_here and self._remote.nodes.choose(request) is None:
                 self.end(request, "abort", "no prefill node is left")
 
-    def landed(self, request: Request, cached_tokens: int) -> None:
-        """The KV of a request is complete and verified. cached_tokens: tokens that were not computed for that.
-
-        A node that prefills computes what it lacks of the prompt, also what the decode node has.
-        """
-        self._slots.landed(request, cached_tokens)
-
     # --- a turn of the loop ---
 
     @property
@@ -148,8 +141,7 @@ class Scheduler:
         """Whether the next turn should come at once, rather than after a wait for messages."""
         if not self._steps.is_idle or (self._local is not None and self._local.has_work):
             return True
-        ready = (RequestState.RUNNING, RequestState.LANDED, RequestState.RETRACTED)
-        return not self._stalled and bool(self.requests.in_state(*ready))
+        return not self._stalled and any(request.has_kv for request in self.requests.values())
 
     def turn(self) -> None:
         """Move every request on by at most one step. Raises DeviceFailed if the device does not work any more, and
@@ -159,7 +151,7 @@ class Scheduler:
         self._start_prefills()
         self._advance_local_prefill()
         admitted = self._admit()
-        self._steps.launch(self._slots.make_room())
+        self._steps.launch(self.slots.make_room())
         taken = self._take_tokens()
         self._steps.sample()
         # Between steps: a row must not change while a step is half queued.
@@ -187,7 +179,7 @@ class Scheduler:
             if node is None and donor is None and request.kv_tokens % BLOCK_TOKENS:
                 # Nobody can prefill this one now, but perhaps a shorter prompt. It cannot be cached whole.
                 continue
-            if not self._slots.start_prefill(request, node, donor):
+            if not self.slots.start_prefill(request, node, donor):
                 return
             if request.generate.group and request.state is not RequestState.WAITING:
                 donors.setdefault(request.generate.group, request)
@@ -211,7 +203,7 @@ class Scheduler:
                 self.end(request, "error", f"prefill failed: {error}")
         landed, broken = self._local.staged()
         for request in landed:
-            self._slots.landed(request, 0)
+            self.slots.landed(request, 0)
             log.debug("staged", request_id=request.request_id, tokens=request.kv_tokens)
         for request, failure in broken:
             self.end(request, "error", f"copying the prompt's KV to host memory failed: {failure}")
@@ -223,7 +215,7 @@ class Scheduler:
         for request in self.requests.in_state(RequestState.LANDED, RequestState.RETRACTED):
             if request.waits_for_grammar:
                 continue
-            if self._coordinator.num_running >= self._limits.max_running or not self._slots.admit(request):
+            if self._coordinator.num_running >= self._limits.max_running or not self.slots.admit(request):
                 break
             generate = request.generate
             self._runner.admit(request.request_id, generate.prompt_ids, request.generated, generate.sampling)
@@ -304,7 +296,7 @@ class Scheduler:
 
     def _close(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         # What a failed step has left may be wrong.
-        self._slots.release(request, keep=reason != "error")
+        self.slots.release(request, keep=reason != "error")
         request.move(RequestState.FINISHED)
         spans.end(request, reason, error)
         self._grammars.forget(request)

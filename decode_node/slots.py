@@ -83,7 +83,8 @@ class SlotManager:
     def landed(self, request: Request, cached_tokens: int) -> None:
         """Cache the prompt of a request that has just landed, and exchange what was cached before it landed.
 
-        cached_tokens: tokens that were not computed for that.
+        cached_tokens: tokens that were not computed for that. A node that prefills computes what it lacks of the
+        prompt, also what the decode node has.
         """
         if request.cached_tokens is None:
             request.cached_tokens = cached_tokens

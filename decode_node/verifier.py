@@ -96,33 +96,29 @@ class Verifier:
         while (task := self._waiting.get()) is not None:
             if self._closing.is_set():
                 continue
-            result = self._verify(task) if isinstance(task, Verification) else self._digest(task)
+            try:
+                result = self._verify(task) if isinstance(task, Verification) else self._digest(task)
+            except Exception as failure:
+                # Only this attempt fails, or its node computes what it asked for; the thread goes on.
+                failed = "verification failed" if isinstance(task, Verification) else "digests failed"
+                log.exception(failed, **task.attempt.id.log_fields)
+                result = replace(task, error=str(failure))
             if not self._closing.is_set():
                 self._report(result)
 
     def _digest(self, task: Digesting) -> Digesting:
-        try:
-            found = list(digests(self._buffers, task.slots, task.start, go_on=lambda: not self._closing.is_set()))
-        except Exception as failure:
-            # The node that asked computes instead; the thread goes on.
-            log.exception("digests failed", **task.attempt.id.log_fields)
-            return replace(task, error=str(failure))
+        found = list(digests(self._buffers, task.slots, task.start, go_on=lambda: not self._closing.is_set()))
         return replace(task, digests=Checksums.of(found))
 
     def _verify(self, task: Verification) -> Verification:
         attempt, started = task.attempt, time.monotonic()
-        try:
-            mismatches = verify(
-                task.checksums.rows(),
-                self._buffers,
-                attempt.positions,
-                attempt.num_tokens,
-                go_on=lambda: not self._closing.is_set(),
-            )
-        except Exception as failure:
-            # Only this attempt fails, and is repeated elsewhere; the thread goes on.
-            log.exception("verification failed", **attempt.id.log_fields)
-            return replace(task, error=str(failure))
+        mismatches = verify(
+            task.checksums.rows(),
+            self._buffers,
+            attempt.positions,
+            attempt.num_tokens,
+            go_on=lambda: not self._closing.is_set(),
+        )
         verified = replace(task, mismatches=tuple(mismatches))
         attempt.span.record(
             "verify", started, attributes=lambda: {"checksums": len(task.checksums)}, error=verified.failure_reason

@@ -144,7 +144,7 @@ def test_a_prompt_that_cannot_be_copied_to_the_host_ends_its_request_alone() -> 
         staged=lambda: ([], [failed.pop()] if failed else []),
         cancel=lambda request: False,
     )
-    h.scheduler._local = h.scheduler._slots._local = local  # type: ignore[assignment]
+    h.scheduler._local = h.scheduler.slots._local = local  # type: ignore[assignment]
     h.run()
     assert h.ended == {"staged": "error", "other": "length"}
 

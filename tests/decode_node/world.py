@@ -211,7 +211,7 @@ class World:
             self.metrics,
             patience=60.0,
             on_lost=lambda request, reason: self.scheduler.retry(request, reason),
-            on_landed=lambda request, cached: self.scheduler.landed(request, cached),
+            on_landed=lambda request, cached: self.scheduler.slots.landed(request, cached),
         )
         self.table = self.remote._reservations
         self.remote.nodes.learn(GATEWAY.address, (PREFILL,), {})
