@@ -116,7 +116,6 @@ class PrefillAttempt:
         return self.prefix.extend(self.slots.extents).slots()
 
     def message(self, destination: Destination) -> PrefillRequest:
-        """The request to its node."""
         request = self.request
         return PrefillRequest(
             attempt=self.id,
@@ -222,7 +221,6 @@ class AttemptTable(dict[AttemptId, PrefillAttempt]):
 
     @property
     def leases(self) -> list[tuple[PrefillAttempt, ReadLease]]:
-        """Leases with their attempts."""
         return [(attempt, attempt.lease) for attempt in self.values() if attempt.lease is not None]
 
     def drop_if_over(self, attempt: PrefillAttempt) -> None:

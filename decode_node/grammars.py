@@ -87,7 +87,6 @@ class Grammars:
         return refused
 
     def forget(self, request: Request) -> None:
-        """The request has ended."""
         self._compiling.pop(request.request_id, None)
 
     def masks(self, requests: Sequence[Request | None], width: int = 1) -> Masks:

@@ -193,7 +193,6 @@ class DecodeNode:
                 log.warning("not for a decode node", kind=type(message).__name__, sender=sender.address)
 
     def _learn(self, gateway: Peer, message: Generate | HeartbeatAck) -> None:
-        """Take a gateway's list of prefill nodes."""
         self._remote.nodes.learn(gateway.address, message.prefill_nodes, message.longest_prompts, message.prefill_ranks)
 
     def _housekeep(self, now: float) -> None:

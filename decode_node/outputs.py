@@ -60,7 +60,6 @@ class StreamedTokens:
     would take kilobytes."""
 
     def __init__(self, first: int = 0) -> None:
-        """first: index of the first one."""
         self._first = first
         self._ids = array("i")
         self._logprobs = array("d")

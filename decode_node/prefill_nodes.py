@@ -148,7 +148,6 @@ class PrefillNodes:
         self._faults_of(node).silent_since = now
 
     def is_healthy(self, node: Peer) -> bool:
-        """Whether no fault of the node is known."""
         faults = self._faults.get(node, _Faults())
         if faults.silent_since is not None and (self._control.alive_after(node.boot_id) or 0.0) > faults.silent_since:
             faults.silent_since = None

@@ -88,7 +88,6 @@ class PrefixReads:
             self._end(attempt)
 
     def release_dead_readers(self) -> None:
-        """End the leases of processes that are proved dead."""
         for attempt, lease in self._attempts.leases:
             for reader in list(lease.readers):
                 if self._nodes.is_dead(reader, lease.leased_at):

@@ -39,7 +39,6 @@ class QuarantinedReservation(BaseModel):
     epoch: int
     slots: int
     quarantined_s: float
-    """Seconds in quarantine."""
     writer: str
     """The process's control address."""
     boot_id: str

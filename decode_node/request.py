@@ -51,7 +51,6 @@ _SPANS = {
     RequestState.RUNNING: "decode",
     RequestState.RETRACTED: "retracted",
 }
-"""What the span of each state is called."""
 _GIVEN_UP = {RequestState.WAITING, RequestState.FINISHED}
 _NEXT = {
     RequestState.WAITING: {
@@ -130,7 +129,6 @@ class Request:
 
     @cached_property
     def random(self) -> RandomStream:
-        """The random numbers that its tokens are sampled with."""
         return RandomStream(self.generate.sampling.seed)
 
     @property
@@ -251,7 +249,6 @@ class RequestTable(dict[str, Request]):
     """
 
     def add(self, request: Request) -> None:
-        """Put a new request at its place."""
         later = [other for other in self.values() if other.generate.priority > request.generate.priority]
         self[request.request_id] = request
         for other in later:
@@ -267,7 +264,6 @@ class RequestTable(dict[str, Request]):
         return donors
 
     def in_state(self, *states: RequestState) -> list[Request]:
-        """Requests in these states, in order."""
         return [request for request in self.values() if request.state in states]
 
 

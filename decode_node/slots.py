@@ -88,10 +88,7 @@ class SlotManager:
         """
         if request.cached_tokens is None:
             request.cached_tokens = cached_tokens
-        if self._prefixes is not None and request.may_be_shared:
-            assert request.host_slots is not None
-            salt = request.generate.cache_salt
-            request.host_slots = self._prefixes.share(request.shared_token_ids, request.host_slots, salt)
+        self._cache(request, exchange=True)
 
     def _hold_prefix(self, request: Request) -> HostSlots:
         """Give a waiting request the slots of its longest cached prefix, until it is released."""
@@ -195,16 +192,18 @@ class SlotManager:
                 if self._local.cancel(request):
                     self._release_host(request)
 
-    def _cache(self, request: Request) -> None:
+    def _cache(self, request: Request, exchange: bool = False) -> None:
         """Cache the KV of all tokens but the newest, which a step in flight may be writing.
 
         A step writes from its newest token on, and the tokens of a request are taken when their steps are over. So
         whatever is in flight, the KV of the first `kv_tokens` tokens is in host memory and stays as it is.
+
+        exchange: give the request the slots of blocks that were cached before. No step may be reading its own.
         """
         if self._prefixes is not None and request.may_be_shared:
             assert request.host_slots is not None
-            salt = request.generate.cache_salt
-            request.host_slots = self._prefixes.insert(request.shared_token_ids, request.host_slots, salt)
+            cache = self._prefixes.share if exchange else self._prefixes.insert
+            request.host_slots = cache(request.shared_token_ids, request.host_slots, request.generate.cache_salt)
 
     def _release_prefix(self, request: Request) -> None:
         """At once: no process writes to cached slots."""

@@ -13,7 +13,6 @@ _PREFILL = (RequestState.PREFILLING, RequestState.LOCAL_PREFILL, RequestState.ST
 
 
 def asked(attempt: PrefillAttempt) -> _Said:
-    """A prefill node is asked for an attempt."""
     return {
         "node": attempt.node.address,
         "attempt": attempt.id.epoch,
@@ -47,7 +46,6 @@ def decoded(request: Request, now: SwapInCounters) -> _Said:
 
 
 def end(request: Request, reason: FinishReason, error: str | None) -> None:
-    """End the span of a request."""
     now = time.monotonic()
     request.span.note(lambda: _ended(request, reason, now))
     request.span.fail(error)

@@ -62,7 +62,6 @@ class Stepper:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no step is in flight."""
         return self._in_flight is None and self._launched is None
 
     def launch(self, requests: Sequence[Request]) -> None:
