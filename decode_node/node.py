@@ -89,10 +89,10 @@ class DecodeNode:
             self._turn()
         self._shell.leave()
         farewell_until = time.monotonic() + _FAREWELL_S
-        self._scheduler.hand_over("the decode node is stopping")
+        self._scheduler.hand_over()
         while lifecycle.phase is Phase.DRAINING and (self._must_stay or time.monotonic() < farewell_until):
             self._turn()
-        self._scheduler.hand_over("the decode node is stopping", streaming=True)
+        self._scheduler.hand_over(streaming=True)
         # A rank ends with the others: they need its part of their steps.
         while not self._ranks.done():
             self._turn()

@@ -278,9 +278,8 @@ class RemotePrefill:
         if result.failure_reason is None:
             attempt.verified(result.chunk)
             self._land_if_verified(attempt)
-        elif not result.mismatches:
-            self._fail(attempt, result.failure_reason, "verification")
-        else:
+            return
+        if result.mismatches:
             log.error(
                 "transferred KV is not what was sent",
                 node=attempt.node.address,
@@ -290,7 +289,7 @@ class RemotePrefill:
                 **attempt.id.log_fields,
             )
             self.nodes.failed(attempt.node, attempt.id.request_id)
-            self._fail(attempt, result.failure_reason, "checksum")
+        self._fail(attempt, result.failure_reason, "checksum" if result.mismatches else "verification")
 
     def _land_if_verified(self, attempt: PrefillAttempt) -> None:
         if attempt.done is None or not attempt.is_verified:

@@ -276,7 +276,7 @@ class Scheduler:
         self.outputs.end(request, reason, error)
         self._close(request, reason, error)
 
-    def hand_over(self, reason: str, streaming: bool = False) -> None:
+    def hand_over(self, streaming: bool = False) -> None:
         """Take nothing new, and abort requests that have streamed nothing: their gateways try another node at once.
 
         streaming: abort those that have streamed something, too.
@@ -284,7 +284,7 @@ class Scheduler:
         self._draining = True
         for request in list(self.requests.values()):
             if streaming or len(request.generated) == request.resumed_at:
-                self.end(request, "abort", reason)
+                self.end(request, "abort", "the decode node is stopping")
         self.outputs.flush()
 
     def end_streams(self, error: str) -> None:

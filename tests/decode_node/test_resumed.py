@@ -87,6 +87,6 @@ def test_a_resumed_request_that_has_streamed_nothing_is_handed_over() -> None:
         h.answers[name] = [4, 5]
     while len(h.answers["streams"]) < 4:
         h.turn()
-    h.scheduler.hand_over("draining")
+    h.scheduler.hand_over()
     h.run()
     assert h.ended == {"waits": "abort", "streams": "length"}
