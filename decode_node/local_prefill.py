@@ -36,7 +36,6 @@ class LocalPrefill:
         self._prefill = prefill
         self._coordinator = coordinator
         self._jobs: dict[str, LocalJob] = {}
-        self._staging: dict[str, LocalJob] = {}
         self._queued: torch.cuda.Event | None = None
         """The end of the last forward pass, on a CUDA device."""
 
@@ -69,12 +68,12 @@ class LocalPrefill:
 
     def cancel(self, request: Request) -> bool:
         """Give up a computing or staging request. Whether the caller must release its host slots."""
+        job = self._jobs.pop(request.request_id)
         if request.state is RequestState.STAGING:
-            del self._staging[request.request_id]
             self._coordinator.staging.abort(request.request_id)
             request.host_slots = None
             return False
-        self._prefill.release(self._jobs.pop(request.request_id))
+        self._prefill.release(job)
         return True
 
     def step(self) -> None:
@@ -92,16 +91,16 @@ class LocalPrefill:
         self._prefill.complete(step)
         for job, _ in step.chunks:
             if not job.remaining:
-                self._stage(self._jobs.pop(job.request.request_id))
+                self._stage(job)
 
     def staged(self) -> tuple[list[Request], list[tuple[Request, Exception]]]:
         """Requests whose copy has ended: those that landed and own their host slots again, and those whose copy failed,
         which the caller must end."""
         staged = self._coordinator.staging.poll()
         landed = []
-        failed = [(self._staging[request_id].request, error) for request_id, error in staged.failed.items()]
+        failed = [(self._jobs[request_id].request, error) for request_id, error in staged.failed.items()]
         for request_id in staged.landed:
-            job = self._staging.pop(request_id)
+            job = self._jobs.pop(request_id)
             job.request.move(RequestState.LANDED)
             if reason := _take_logprobs(job):
                 failed.append((job.request, ValueError(reason)))
@@ -120,7 +119,6 @@ class LocalPrefill:
             release=lambda: self._prefill.release(job),
         )
         request.move(RequestState.STAGING)
-        self._staging[request.request_id] = job
         self._coordinator.admit_request_into_staging(
             request.request_id, request.host_slots, staged, job.num_tokens, job.on_host
         )

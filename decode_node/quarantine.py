@@ -218,10 +218,6 @@ class Quarantine:
         )
 
 
-class LoopBusy(Exception):
-    """The loop did not begin the action in time, and never will."""
-
-
 @dataclass(frozen=True)
 class LoopCall:
     """An action in the node's inbox. `run` never raises."""
@@ -232,7 +228,8 @@ class LoopCall:
 def on_loop(post: Callable[[LoopCall], None], action: Callable[[], Result], timeout: float) -> Result:
     """Have the loop run `action`, and wait for its result or its exception.
 
-    post: puts an event into the loop's inbox. Raises LoopBusy if the action was not begun within `timeout` seconds.
+    post: puts an event into the loop's inbox. Raises HTTPException (503) if the loop did not begin the action within
+    `timeout` seconds. Then it never will.
     """
     result: Future[Result] = Future()
 
@@ -249,7 +246,8 @@ def on_loop(post: Callable[[LoopCall], None], action: Callable[[], Result], time
         return result.result(timeout)
     except TimeoutError:
         if result.cancel():
-            raise LoopBusy(f"the node's loop did not answer within {timeout:g} s") from None
+            reason = f"the node's loop did not answer within {timeout:g} s; nothing was evicted"
+            raise HTTPException(503, reason) from None
         return result.result()
 
 
@@ -265,19 +263,13 @@ def quarantine_router(
     """
     router = APIRouter(prefix="/quarantine", dependencies=[] if token is None else [Depends(_bearer_of(token))])
 
-    def call(action: Callable[[], Result]) -> Result:
-        try:
-            return on_loop(post, action, timeout)
-        except LoopBusy as error:
-            raise HTTPException(503, f"{error}; nothing was evicted") from error
-
     @router.get("")
     def listing() -> QuarantineList:
-        return call(quarantine.list)
+        return on_loop(post, quarantine.list, timeout)
 
     @router.post("/evict")
     def evict(boot_id: str, force: bool = False) -> Eviction:
-        return call(lambda: quarantine.evict(boot_id, force))
+        return on_loop(post, lambda: quarantine.evict(boot_id, force), timeout)
 
     return router
 
