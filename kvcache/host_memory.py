@@ -15,7 +15,6 @@ import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass
 
 import structlog
 import torch
@@ -24,6 +23,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from base.errors import StartupError
 from base.memory import human
+from transfer.memory import SharedMemory
 
 log = structlog.get_logger(__name__)
 
@@ -34,19 +34,6 @@ _PIECE = 256 << 20
 _MAX_THREADS = 16
 """Clearing pages is bound by memory bandwidth, which this many processors use up."""
 _WORTH_SHOWING = 1 << 30
-
-
-@dataclass(frozen=True)
-class SharedRegion:
-    """How another process maps the memory: by file descriptor `fd` of this process, a memfd named `name`.
-
-    base: address of the first byte in this process. length: in bytes.
-    """
-
-    fd: int
-    name: str
-    base: int
-    length: int
 
 
 class HostMemory:
@@ -87,11 +74,11 @@ class HostMemory:
             return torch.empty(shape, dtype=torch.uint8)
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=offset).view(shape)
 
-    def shared(self) -> SharedRegion | None:
+    def shared(self) -> SharedMemory | None:
         """How another process maps it, or None if it is not shareable or was closed."""
         if self._fd < 0:
             return None
-        return SharedRegion(self._fd, self._name, self._address, self._length)
+        return SharedMemory(pid=os.getpid(), fd=self._fd, name=self._name, base=self._address, length=self._length)
 
     @property
     def _address(self) -> int:

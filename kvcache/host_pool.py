@@ -8,10 +8,10 @@ import torch
 from base.errors import StartupError
 from base.memory import human
 from kvcache.extents import Extent, HostSlots, SlotAllocator
-from kvcache.host_memory import HostMemory, SharedRegion, page_aligned
+from kvcache.host_memory import HostMemory, page_aligned
 from kvcache.layout import KVLayout, buffer_info
 from kvcache.prefix_cache import PrefixCache
-from transfer.memory import BufferInfo
+from transfer.memory import BufferInfo, SharedMemory
 
 
 class HostKVPool:
@@ -97,7 +97,7 @@ class HostKVPool:
         """The buffers of the layout; an item is one token in one of them."""
         return buffer_info([*self.kv, *self.index_keys])
 
-    def shared(self) -> SharedRegion | None:
+    def shared(self) -> SharedMemory | None:
         """How another process of this host maps the pool; None if it is not shareable."""
         return self._memory.shared()
 
