@@ -7,10 +7,10 @@ import torch
 
 from base.errors import StartupError
 from base.memory import human
-from kvcache.extents import Extent, HostSlots, SlotAllocator
+from kvcache.extents import NO_SLOTS, HostSlots, SlotAllocator
 from kvcache.host_memory import HostMemory, page_aligned
 from kvcache.layout import KVLayout, buffer_info
-from kvcache.prefix_cache import PrefixCache
+from kvcache.prefix_cache import PrefixCache, allocate_slots
 from transfer.memory import BufferInfo, SharedMemory
 
 
@@ -75,8 +75,7 @@ class HostKVPool:
 
     def allocate(self, num_tokens: int) -> HostSlots | None:
         """Slots for that many tokens in as few extents as possible, or None if fewer are free."""
-        extents = self._take(num_tokens)
-        return None if extents is None else HostSlots(extents)
+        return self.extend(NO_SLOTS, num_tokens)
 
     def retain(self, slots: HostSlots) -> None:
         """Add an owner to slots that are held already."""
@@ -90,7 +89,7 @@ class HostKVPool:
 
     def extend(self, slots: HostSlots, num_tokens: int) -> HostSlots | None:
         """The slots and `num_tokens` more, or None (nothing taken) if fewer are free."""
-        more = self._take(num_tokens)
+        more = allocate_slots(self._slots, self.prefixes, num_tokens)
         return None if more is None else slots.extend(more)
 
     def get_contiguous_buf_infos(self) -> BufferInfo:
@@ -112,13 +111,6 @@ class HostKVPool:
         while self._pinned:
             _check(_cudart().cudaHostUnregister(self._pinned.pop().data_ptr()))
         self._memory.close()
-
-    def _take(self, count: int) -> tuple[Extent, ...] | None:
-        """Free slots, and evicted ones of the prefix cache if there are too few; None if these are too few, too."""
-        missing = count - self._slots.free
-        if missing > 0 and self.prefixes is not None and missing <= self.prefixes.evictable_slots:
-            self.prefixes.evict(missing)
-        return self._slots.allocate(count)
 
     def _pin(self, tensor: torch.Tensor) -> None:
         try:
