@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -126,16 +127,12 @@ class _Bytes:
 def _place(structure: Structure, reason: str) -> str:
     """What the reason is about: the kind of structure, and where in a schema. A schema in a Lark grammar may say in its
     `$comment` what it is called and, after a `#`, where it begins."""
-    try:
-        match structure:
-            case JsonSchema():
-                schemas = [read_schema(structure.schema_text)]
-            case Lark():
-                schemas = [schema for _, _, schema in embedded_schemas(structure.grammar)]
-            case _:
-                schemas = []
-    except GrammarError:
-        schemas = []
+    schemas: list[dict[str, Any]] = []
+    with suppress(GrammarError):
+        if isinstance(structure, JsonSchema):
+            schemas = [read_schema(structure.schema_text)]
+        elif isinstance(structure, Lark):
+            schemas = [schema for _, _, schema in embedded_schemas(structure.grammar)]
     for schema in schemas:
         if _library_error(schema) in reason:
             label = schema.get("$comment") if isinstance(structure, Lark) else None
