@@ -138,5 +138,4 @@ class FollowedDrafts:
         return self._taken == count
 
     def go_back(self) -> None:
-        """Take all drafts back."""
         self.state.take_back(self._moved)
