@@ -49,23 +49,25 @@ class HostMemory:
         """cpus: processors near which the memory should lie. populated: have the machine give all pages at once, not
         at their first use. Raises StartupError if it does not have them.
         """
-        self._length = max(mmap.PAGESIZE, page_aligned(num_bytes))
-        self._name = f"hisparse-pd-{secrets.token_hex(16)}"
-        self._fd = -1
+        length = max(mmap.PAGESIZE, page_aligned(num_bytes))
+        self.shared: SharedMemory | None = None
+        """How another process maps it; None if it is not shareable or was closed."""
         if shareable:
-            self._fd = os.memfd_create(self._name)
-            os.ftruncate(self._fd, self._length)
-            self._memory = mmap.mmap(self._fd, self._length)
+            name = f"hisparse-pd-{secrets.token_hex(16)}"
+            fd = os.memfd_create(name)
+            os.ftruncate(fd, length)
+            self._memory = mmap.mmap(fd, length)
+            self.shared = SharedMemory(pid=os.getpid(), fd=fd, name=name, base=self._address, length=length)
         else:
             # Private, since Linux gives shared memory large pages only where an administrator wants it to.
-            self._memory = mmap.mmap(-1, self._length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             # Pinned pages of private memory would be copied for a child process at once, all of them.
             self._memory.madvise(mmap.MADV_DONTFORK)
         # Scattered items in 4 KiB pages spend as long on address translation as on copying.
         with suppress(OSError):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         if populated:
-            populate(self._address, self._length, cpus)
+            populate(self._address, length, cpus)
 
     def tensor(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
         """A uint8 tensor `offset` bytes into the memory, which it keeps alive."""
@@ -74,21 +76,15 @@ class HostMemory:
             return torch.empty(shape, dtype=torch.uint8)
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=offset).view(shape)
 
-    def shared(self) -> SharedMemory | None:
-        """How another process maps it, or None if it is not shareable or was closed."""
-        if self._fd < 0:
-            return None
-        return SharedMemory(pid=os.getpid(), fd=self._fd, name=self._name, base=self._address, length=self._length)
-
     @property
     def _address(self) -> int:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def close(self) -> None:
         """Let no other process map it any more. Its last tensor and its last mapping free the memory."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self.shared is not None:
+            os.close(self.shared.fd)
+            self.shared = None
 
 
 def page_aligned(num_bytes: int) -> int:

@@ -98,7 +98,7 @@ class HostKVPool:
 
     def shared(self) -> SharedMemory | None:
         """How another process of this host maps the pool; None if it is not shareable."""
-        return self._memory.shared()
+        return self._memory.shared
 
     def check_integrity(self) -> None:
         """Raise SlotAccountingError unless the slot books add up."""
