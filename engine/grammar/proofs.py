@@ -32,6 +32,18 @@ from engine.grammar.translate import Translator
 
 HELD_BYTES = 64 * 2**20
 """Memory that a compiled grammar may hold: every request with it holds about as much."""
+PARSER_LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=100_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
+"""Bounds on a grammar, when it is proved and when it is used.
+
+A mask takes some 10 ms at most; each request keeps at most 50,000 lexer states, of 1 to 2 kB.
+"""
 
 _MEMORY = 2**30
 _STACK = 2**20
@@ -39,21 +51,6 @@ _STEPS = 24
 _MESSAGE_LENGTH = 600
 _IN_TRANSLATION = re.compile(r"^at \d+\(\d+\): ")
 _EXCERPT = re.compile(r"\s*(\d+ \||\^+$)")
-
-
-def parser_limits() -> LLParserLimits:
-    """Bounds on a grammar, when it is proved and when it is used.
-
-    A mask takes some 10 ms at most; each request keeps at most 50,000 lexer states, of 1 to 2 kB.
-    """
-    return LLParserLimits(
-        initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=100_000,
-        step_max_items=50_000,
-        max_lexer_states=50_000,
-        max_grammar_size=500_000,
-        verbose_errors=False,
-    )
 
 
 class Proofs:
@@ -89,7 +86,7 @@ class Proofs:
 
     def _compile(self, text: str) -> int:
         before = _allocated()
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=parser_limits())
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=PARSER_LIMITS)
         self._walk(matcher)
         if error := matcher.get_error():
             raise GrammarError(error)
@@ -161,7 +158,7 @@ def _pointer(root: dict[str, Any], reason: str) -> str:
 def _library_error(schema: dict[str, Any]) -> str:
     """Why llguidance refuses a schema. If it does not: a text that is in no error."""
     text = LLMatcher.grammar_from_json_schema(with_options(schema))
-    error = LLMatcher.validate_grammar(text, None, limits=parser_limits())
+    error = LLMatcher.validate_grammar(text, None, limits=PARSER_LIMITS)
     return error or "\0"
 
 
