@@ -1,6 +1,5 @@
 """The pools of a decode node: how large they are, and how prefill nodes address the one in host memory."""
 
-import os
 from dataclasses import replace
 
 import structlog
@@ -21,7 +20,6 @@ from model.config import ModelSpec
 from model.sparse_model import SparseModel
 from ranks.group import Ranks
 from service.context import fit_context
-from transfer.memory import SharedMemory
 from transfer.transports import Transports
 
 log = structlog.get_logger(__name__)
@@ -102,12 +100,11 @@ def destination_of(host: HostKVPool, transports: Transports, identity: ModelIden
 
     Processes of the same host can map a shareable pool instead, by this process's id and the memory's file descriptor.
     """
-    region = host.shared()
-    shared = None
-    if region is not None:
-        shared = SharedMemory(pid=os.getpid(), fd=region.fd, name=region.name, base=region.base, length=region.length)
     return Destination(
-        identity=identity, buffers=host.get_contiguous_buf_infos(), sessions=transports.sessions, shared=shared
+        identity=identity,
+        buffers=host.get_contiguous_buf_infos(),
+        sessions=transports.sessions,
+        shared=host.shared(),
     )
 
 

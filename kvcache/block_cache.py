@@ -73,7 +73,6 @@ class BlockCache:
 
     @property
     def blocks(self) -> int:
-        """Blocks in the cache."""
         return len(self._number_of)
 
     @property

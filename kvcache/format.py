@@ -35,15 +35,10 @@ def kv_format(name: KVCacheDtype, computed: torch.dtype, latent_dim: int, rope_d
 
     Raises ValueError for widths that the format does not take.
     """
-    match name:
-        case "auto":
-            return DenseFormat(computed, latent_dim + rope_dim, index_dim)
-        case "float32":
-            return DenseFormat(torch.float32, latent_dim + rope_dim, index_dim)
-        case "bfloat16":
-            return DenseFormat(torch.bfloat16, latent_dim + rope_dim, index_dim)
-        case "fp8_e4m3":
-            return Fp8Format(latent_dim, rope_dim, index_dim)
+    if name == "fp8_e4m3":
+        return Fp8Format(latent_dim, rope_dim, index_dim)
+    dtypes = {"auto": computed, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    return DenseFormat(dtypes[name], latent_dim + rope_dim, index_dim)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass
 
 import structlog
 import torch
@@ -24,6 +23,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from base.errors import StartupError
 from base.memory import human
+from transfer.memory import SharedMemory
 
 log = structlog.get_logger(__name__)
 
@@ -34,19 +34,6 @@ _PIECE = 256 << 20
 _MAX_THREADS = 16
 """Clearing pages is bound by memory bandwidth, which this many processors use up."""
 _WORTH_SHOWING = 1 << 30
-
-
-@dataclass(frozen=True)
-class SharedRegion:
-    """How another process maps the memory: by file descriptor `fd` of this process, a memfd named `name`.
-
-    base: address of the first byte in this process. length: in bytes.
-    """
-
-    fd: int
-    name: str
-    base: int
-    length: int
 
 
 class HostMemory:
@@ -62,23 +49,25 @@ class HostMemory:
         """cpus: processors near which the memory should lie. populated: have the machine give all pages at once, not
         at their first use. Raises StartupError if it does not have them.
         """
-        self._length = max(mmap.PAGESIZE, page_aligned(num_bytes))
-        self._name = f"hisparse-pd-{secrets.token_hex(16)}"
-        self._fd = -1
+        length = max(mmap.PAGESIZE, page_aligned(num_bytes))
+        self.shared: SharedMemory | None = None
+        """How another process maps it; None if it is not shareable or was closed."""
         if shareable:
-            self._fd = os.memfd_create(self._name)
-            os.ftruncate(self._fd, self._length)
-            self._memory = mmap.mmap(self._fd, self._length)
+            name = f"hisparse-pd-{secrets.token_hex(16)}"
+            fd = os.memfd_create(name)
+            os.ftruncate(fd, length)
+            self._memory = mmap.mmap(fd, length)
+            self.shared = SharedMemory(pid=os.getpid(), fd=fd, name=name, base=self._address, length=length)
         else:
             # Private, since Linux gives shared memory large pages only where an administrator wants it to.
-            self._memory = mmap.mmap(-1, self._length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             # Pinned pages of private memory would be copied for a child process at once, all of them.
             self._memory.madvise(mmap.MADV_DONTFORK)
         # Scattered items in 4 KiB pages spend as long on address translation as on copying.
         with suppress(OSError):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         if populated:
-            populate(self._address, self._length, cpus)
+            populate(self._address, length, cpus)
 
     def tensor(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
         """A uint8 tensor `offset` bytes into the memory, which it keeps alive."""
@@ -87,21 +76,15 @@ class HostMemory:
             return torch.empty(shape, dtype=torch.uint8)
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=offset).view(shape)
 
-    def shared(self) -> SharedRegion | None:
-        """How another process maps it, or None if it is not shareable or was closed."""
-        if self._fd < 0:
-            return None
-        return SharedRegion(self._fd, self._name, self._address, self._length)
-
     @property
     def _address(self) -> int:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def close(self) -> None:
         """Let no other process map it any more. Its last tensor and its last mapping free the memory."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self.shared is not None:
+            os.close(self.shared.fd)
+            self.shared = None
 
 
 def page_aligned(num_bytes: int) -> int:

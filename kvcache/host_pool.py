@@ -7,11 +7,11 @@ import torch
 
 from base.errors import StartupError
 from base.memory import human
-from kvcache.extents import Extent, HostSlots, SlotAllocator
-from kvcache.host_memory import HostMemory, SharedRegion, page_aligned
+from kvcache.extents import NO_SLOTS, HostSlots, SlotAllocator
+from kvcache.host_memory import HostMemory, page_aligned
 from kvcache.layout import KVLayout, buffer_info
-from kvcache.prefix_cache import PrefixCache
-from transfer.memory import BufferInfo
+from kvcache.prefix_cache import PrefixCache, allocate_slots
+from transfer.memory import BufferInfo, SharedMemory
 
 
 class HostKVPool:
@@ -75,8 +75,7 @@ class HostKVPool:
 
     def allocate(self, num_tokens: int) -> HostSlots | None:
         """Slots for that many tokens in as few extents as possible, or None if fewer are free."""
-        extents = self._take(num_tokens)
-        return None if extents is None else HostSlots(extents)
+        return self.extend(NO_SLOTS, num_tokens)
 
     def retain(self, slots: HostSlots) -> None:
         """Add an owner to slots that are held already."""
@@ -90,16 +89,16 @@ class HostKVPool:
 
     def extend(self, slots: HostSlots, num_tokens: int) -> HostSlots | None:
         """The slots and `num_tokens` more, or None (nothing taken) if fewer are free."""
-        more = self._take(num_tokens)
+        more = allocate_slots(self._slots, self.prefixes, num_tokens)
         return None if more is None else slots.extend(more)
 
     def get_contiguous_buf_infos(self) -> BufferInfo:
         """The buffers of the layout; an item is one token in one of them."""
         return buffer_info([*self.kv, *self.index_keys])
 
-    def shared(self) -> SharedRegion | None:
+    def shared(self) -> SharedMemory | None:
         """How another process of this host maps the pool; None if it is not shareable."""
-        return self._memory.shared()
+        return self._memory.shared
 
     def check_integrity(self) -> None:
         """Raise SlotAccountingError unless the slot books add up."""
@@ -112,13 +111,6 @@ class HostKVPool:
         while self._pinned:
             _check(_cudart().cudaHostUnregister(self._pinned.pop().data_ptr()))
         self._memory.close()
-
-    def _take(self, count: int) -> tuple[Extent, ...] | None:
-        """Free slots, and evicted ones of the prefix cache if there are too few; None if these are too few, too."""
-        missing = count - self._slots.free
-        if missing > 0 and self.prefixes is not None and missing <= self.prefixes.evictable_slots:
-            self.prefixes.evict(missing)
-        return self._slots.allocate(count)
 
     def _pin(self, tensor: torch.Tensor) -> None:
         try:

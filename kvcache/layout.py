@@ -10,20 +10,6 @@ from transfer.memory import BufferInfo
 
 
 @dataclass(frozen=True)
-class KVBuffer:
-    """A contiguous buffer of a pool. layers: those of whose KV it holds a part, ascending. position_bytes: what one
-    token takes in it."""
-
-    layers: tuple[int, ...]
-    position_bytes: int
-
-    @property
-    def last_layer(self) -> int:
-        """The layer after which a forward pass has written all of it."""
-        return self.layers[-1]
-
-
-@dataclass(frozen=True)
 class KVLayout:
     """Sizes of what one token leaves in the KV tiers.
 
@@ -46,16 +32,13 @@ class KVLayout:
         return self.index_layer_of[-1] + 1
 
     @cached_property
-    def buffers(self) -> tuple[KVBuffer, ...]:
-        """The buffers of a pool, in the order in which nodes name them: one per layer, then one per index layer."""
-        items = (KVBuffer((layer,), self.item_bytes) for layer in range(self.num_layers))
-        firsts = (self.index_layer_of.index(group) for group in range(self.num_index_layers))
-        return *items, *(KVBuffer((first,), self.index_key_bytes) for first in firsts)
-
-    @property
     def layer_of_buffer(self) -> tuple[int, ...]:
-        """The layer after which each buffer is complete."""
-        return tuple(buffer.last_layer for buffer in self.buffers)
+        """The layer after which each buffer of a pool is complete.
+
+        Nodes name the buffers in this order: one per layer, then one per index layer.
+        """
+        firsts = (self.index_layer_of.index(group) for group in range(self.num_index_layers))
+        return *range(self.num_layers), *firsts
 
     def layers_of(self, index_layer: int) -> list[int]:
         """The layers that use an index layer's selection, in order."""
@@ -65,7 +48,7 @@ class KVLayout:
     @property
     def token_bytes(self) -> int:
         """Bytes that one token takes over all layers, index keys included."""
-        return sum(buffer.position_bytes for buffer in self.buffers)
+        return self.num_layers * self.item_bytes + self.num_index_layers * self.index_key_bytes
 
 
 def buffers_by_layer(layer_of_buffer: Sequence[int]) -> list[int]:

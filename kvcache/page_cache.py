@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from base.block_hashes import BLOCK_TOKENS
 from kvcache.block_cache import BlockCache, PromptIds
-from kvcache.extents import NO_SLOTS, Extent, HostSlots, SlotAccountingError
+from kvcache.extents import NO_SLOTS, HostSlots, SlotAccountingError
 from kvcache.paged_pool import PagedKVPool
-from kvcache.prefix_cache import PrefixCache
+from kvcache.prefix_cache import PrefixCache, allocate_slots
 from transfer.planner import Int64s
 
 
@@ -72,7 +72,7 @@ class PageCache:
         """
         shared = self.prefixes.hold(tokens, salt) if self.prefixes and reuse else NO_SLOTS
         cached = len(shared) * self.pool.page_size
-        own = self._allocate(len(tokens) - cached)
+        own = allocate_slots(self.pool.slots, self.prefixes, self.pool.pages_for(len(tokens) - cached))
         if own is None:
             self._release(shared)
             return None
@@ -120,11 +120,3 @@ class PageCache:
         self.pool.slots.release(slots.extents)
         if self.prefixes:
             self.prefixes.let_go(slots)
-
-    def _allocate(self, num_tokens: int) -> tuple[Extent, ...] | None:
-        """Pages for that many tokens, from the cache if too few are free."""
-        count = self.pool.pages_for(num_tokens)
-        lacking = count - self.pool.free_pages
-        if self.prefixes and 0 < lacking <= self.cached_pages:
-            self.prefixes.evict(lacking)
-        return self.pool.slots.allocate(count)

@@ -17,7 +17,7 @@ import numpy as np
 
 from base.block_hashes import BLOCK_TOKENS
 from kvcache.block_cache import BlockCache, PromptIds
-from kvcache.extents import NO_SLOTS, HostSlots, SlotAccountingError, SlotAllocator, extents_of
+from kvcache.extents import NO_SLOTS, Extent, HostSlots, SlotAccountingError, SlotAllocator, extents_of
 
 _CHECKED_BLOCKS = 256
 """A larger cache is not checked whenever a node becomes idle: it would take longer than a short request."""
@@ -105,3 +105,14 @@ class PrefixCache:
             return
         self.blocks.check_integrity()
         self._slots.check_held(self.blocks.all_values().ravel())
+
+
+def allocate_slots(slots: SlotAllocator, cache: PrefixCache | None, count: int) -> tuple[Extent, ...] | None:
+    """Free slots, and evicted ones of the cache if there are too few; None if these are too few, too.
+
+    cache: of these slots, if there is one.
+    """
+    missing = count - slots.free
+    if cache is not None and 0 < missing <= cache.evictable_slots:
+        cache.evict(missing)
+    return slots.allocate(count)

@@ -66,7 +66,7 @@ class Runs:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, which: slice) -> "Runs":
+    def __getitem__(self, which: slice | NDArray[np.intp]) -> "Runs":
         return Runs(self.sources[which], self.destinations[which], self.lengths[which])
 
     @property
@@ -93,8 +93,7 @@ class Runs:
         return [whole[first:last] for first, last in pairwise(bounds)]
 
     def in_order_of_destinations(self) -> "Runs":
-        order = self.destinations.argsort()
-        return Runs(self.sources[order], self.destinations[order], self.lengths[order])
+        return self[self.destinations.argsort()]
 
     def pack(self) -> tuple["Runs", "Runs"]:
         """Runs into a buffer of `num_items` items, and out of it. The latter end only where the destination does."""

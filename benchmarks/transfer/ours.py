@@ -1,6 +1,5 @@
 """This project's own way, as its nodes use it: the only file here that knows how it is put together."""
 
-import os
 import queue
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from prefill_node.sender import Chunk, Sender
 from transfer.choices import ChecksumMode, Transport
 from transfer.copy_runs import stream_runs
 from transfer.engine import KVTransferEngine
-from transfer.memory import BufferInfo, SharedMemory
+from transfer.memory import BufferInfo
 from transfer.planner import NO_LIMIT, Descriptors
 from transfer.shm import COPY_THREADS
 from transfer.transports import Transports
@@ -55,14 +54,11 @@ class ReceivingPool:
         self.kv = self._pool.kv
         self.buffers = buffers_of(self.kv)
         transports.register(self.buffers)
-        region = self._pool.shared() if transports.share_memory else None
         self.destination = Destination(
             identity=_identity(layers, item_bytes),
             buffers=self.buffers,
             sessions=transports.sessions,
-            shared=None
-            if region is None
-            else SharedMemory(pid=os.getpid(), fd=region.fd, name=region.name, base=region.base, length=region.length),
+            shared=self._pool.shared() if transports.share_memory else None,
         )
 
     def close(self) -> None:

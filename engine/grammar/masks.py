@@ -77,7 +77,6 @@ class MaskWriter:
         return Masks(self._words[: len(states) * width], failed)
 
     def _fill(self, states: Mapping[int, GrammarState], rows: int) -> None:
-        """Write the masks of states to their rows."""
         begin, stride = self._rows.ctypes.data, self._rows.strides[0]
         if self._executor is None:
             for row, state in states.items():

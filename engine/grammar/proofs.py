@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -31,6 +32,18 @@ from engine.grammar.translate import Translator
 
 HELD_BYTES = 64 * 2**20
 """Memory that a compiled grammar may hold: every request with it holds about as much."""
+PARSER_LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=100_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
+"""Bounds on a grammar, when it is proved and when it is used.
+
+A mask takes some 10 ms at most; each request keeps at most 50,000 lexer states, of 1 to 2 kB.
+"""
 
 _MEMORY = 2**30
 _STACK = 2**20
@@ -38,21 +51,6 @@ _STEPS = 24
 _MESSAGE_LENGTH = 600
 _IN_TRANSLATION = re.compile(r"^at \d+\(\d+\): ")
 _EXCERPT = re.compile(r"\s*(\d+ \||\^+$)")
-
-
-def parser_limits() -> LLParserLimits:
-    """Bounds on a grammar, when it is proved and when it is used.
-
-    A mask takes some 10 ms at most; each request keeps at most 50,000 lexer states, of 1 to 2 kB.
-    """
-    return LLParserLimits(
-        initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=100_000,
-        step_max_items=50_000,
-        max_lexer_states=50_000,
-        max_grammar_size=500_000,
-        verbose_errors=False,
-    )
 
 
 class Proofs:
@@ -88,7 +86,7 @@ class Proofs:
 
     def _compile(self, text: str) -> int:
         before = _allocated()
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=parser_limits())
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=PARSER_LIMITS)
         self._walk(matcher)
         if error := matcher.get_error():
             raise GrammarError(error)
@@ -126,16 +124,12 @@ class _Bytes:
 def _place(structure: Structure, reason: str) -> str:
     """What the reason is about: the kind of structure, and where in a schema. A schema in a Lark grammar may say in its
     `$comment` what it is called and, after a `#`, where it begins."""
-    try:
-        match structure:
-            case JsonSchema():
-                schemas = [read_schema(structure.schema_text)]
-            case Lark():
-                schemas = [schema for _, _, schema in embedded_schemas(structure.grammar)]
-            case _:
-                schemas = []
-    except GrammarError:
-        schemas = []
+    schemas: list[dict[str, Any]] = []
+    with suppress(GrammarError):
+        if isinstance(structure, JsonSchema):
+            schemas = [read_schema(structure.schema_text)]
+        elif isinstance(structure, Lark):
+            schemas = [schema for _, _, schema in embedded_schemas(structure.grammar)]
     for schema in schemas:
         if _library_error(schema) in reason:
             label = schema.get("$comment") if isinstance(structure, Lark) else None
@@ -164,7 +158,7 @@ def _pointer(root: dict[str, Any], reason: str) -> str:
 def _library_error(schema: dict[str, Any]) -> str:
     """Why llguidance refuses a schema. If it does not: a text that is in no error."""
     text = LLMatcher.grammar_from_json_schema(with_options(schema))
-    error = LLMatcher.validate_grammar(text, None, limits=parser_limits())
+    error = LLMatcher.validate_grammar(text, None, limits=PARSER_LIMITS)
     return error or "\0"
 
 

@@ -7,7 +7,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher
 
 from engine.grammar.errors import GrammarError, GrammarViolation
-from engine.grammar.proofs import parser_limits
+from engine.grammar.proofs import PARSER_LIMITS
 from engine.grammar.vocabulary import Vocabulary
 
 _FAILURES = ("ParserTooComplex", "LexerTooComplex", "InternalError")
@@ -22,7 +22,7 @@ class CompiledGrammar:
         Raises GrammarError.
         """
         self.vocabulary = vocabulary
-        self._prototype = LLMatcher(vocabulary.library, text, log_level=0, limits=parser_limits())
+        self._prototype = LLMatcher(vocabulary.library, text, log_level=0, limits=PARSER_LIMITS)
         if not self._prototype.is_error():
             # The first mask is the dearest. Copies find it ready.
             self._prototype.compute_bitmask()
@@ -138,5 +138,4 @@ class FollowedDrafts:
         return self._taken == count
 
     def go_back(self) -> None:
-        """Take all drafts back."""
         self.state.take_back(self._moved)

@@ -398,7 +398,7 @@ class Slots:
     """A decode node's pool."""
 
     def __init__(self, layout: KVLayout, identity: ModelIdentity) -> None:
-        sizes = [buffer.position_bytes for buffer in layout.buffers]
+        sizes = [layout.item_bytes] * layout.num_layers + [layout.index_key_bytes] * layout.num_index_layers
         self.layers = [torch.full((NUM_SLOTS, size), UNTOUCHED, dtype=torch.uint8) for size in sizes]
         self.destination = destination(identity=identity, buffers=buffer_info(self.layers))
 

@@ -122,15 +122,14 @@ def test_a_host_is_shared_if_the_mapping_succeeds(monkeypatch: pytest.MonkeyPatc
 
 SIZE = 1 << 20
 OWNER = """
-import os, sys, numpy, torch
+import sys, numpy, torch
 from kvcache.host_memory import HostMemory
 size, seed = map(int, sys.argv[1:])
 memory = HostMemory(size, shareable=True)
 tensor = memory.tensor(0, (size,))
 if seed >= 0:
     tensor[:] = torch.from_numpy(numpy.random.default_rng(seed).integers(1, 256, size, dtype=numpy.uint8))
-region = memory.shared()
-print(os.getpid(), region.fd, region.name, region.base, region.length, flush=True)
+print(memory.shared.model_dump_json(), flush=True)
 for line in sys.stdin:
     start, stop = map(int, line.split())
     print(tensor[start:stop].numpy().tobytes().hex(), flush=True)
@@ -145,8 +144,7 @@ class Owner:
         command = [sys.executable, "-c", OWNER, str(size), str(seed)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
         assert self.process.stdout is not None
-        pid, fd, name, base, length = self.process.stdout.readline().split()
-        self.memory = SharedMemory(pid=int(pid), fd=int(fd), name=name, base=int(base), length=int(length))
+        self.memory = SharedMemory.model_validate_json(self.process.stdout.readline())
 
     def content(self, start: int, stop: int) -> bytes:
         assert self.process.stdin is not None
