@@ -15,7 +15,7 @@ SOURCES = (".py", ".cu", ".cuh")
 NODES = ("prefill_node", "decode_node")
 # A limit is what was reached, rounded up. Lower it with every change that makes room. Only a feature raises it.
 LIMITS = {
-    "lines of the product": 44_270,
+    "lines of the product": 44_160,
     "files of the product": 296,
     "lines of tests": 50_200,
 }
