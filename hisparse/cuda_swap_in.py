@@ -151,7 +151,7 @@ class CudaSwapIn(SwapInBackend):
         self._ahead.wait_stream(torch.cuda.current_stream(self._on))
         with torch.cuda.stream(self._ahead):
             for layer in layers[::together]:
-                self._copy_misses(plan, layer, together, _AHEAD_BLOCKS // together)
+                self._copy_misses(plan, layer, together, max(1, _AHEAD_BLOCKS // together))
                 plan.ahead.update(dict.fromkeys(range(layer, layer + together)))
                 plan.ahead[layer] = self._ahead.record_event()
 
