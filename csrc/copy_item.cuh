@@ -96,7 +96,7 @@ __device__ inline void copy_words(u8* to_base, const u8* from_base, i64 to, i64 
     }
 }
 
-// Copies up to 32 items, one named by each lane. With `from_base` null nothing is copied.
+// Copies up to 32 items, one named by each lane.
 class WarpCopy {
     static constexpr int VECTORS = ITEM_BYTES / 16;
     static constexpr int LOADS_PER_ITEM = ceil_div(VECTORS, WARP) < 1 ? 1 : ceil_div(VECTORS, WARP);
@@ -133,7 +133,7 @@ class WarpCopy {
 
     // The first `count` lanes, up to 32, name the items by their slots in the two memories; -1 for none.
     __device__ __forceinline__ void copy(i64 to, i64 from, int count) {
-        if (!from_base_ || count <= 0) return;
+        if (count <= 0) return;
         const bool exists = to >= 0 && from >= 0;
         to_ = exists ? to : -1;
         from_ = exists ? from : -1;

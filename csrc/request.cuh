@@ -18,7 +18,7 @@ struct SwapInParams {
     i32* hand;                    // [rows]
     const i64* hot_granules;      // [rows, row_granules], first slots
     const i64* host_slot_of;      // [rows, max_context]
-    const u8* host_items;         // of one layer, [host slots, ITEM_BYTES]; null: only resolve
+    const u8* host_items;         // of the group's first layer, [host slots, ITEM_BYTES]
     u8* device_items;             // of the same layer, [device slots, ITEM_BYTES]
     i64* slots;                   // out [batch, QUERIES, k], -1 for none
     i64* miss_host_slots;         // out [batch, QUERIES * k], of which the first miss_counts are written
@@ -27,6 +27,9 @@ struct SwapInParams {
     u64* counters;                // [4], added to
     i64 max_context;
     i64 row_granules;  // at least GRANULES
+    i64 host_layer_bytes;    // from one layer's items to the next
+    i64 device_layer_bytes;
+    i64 fetched_layers;  // of the group, from its first; 0: only resolve
     i64 k;  // at most TOP_K
 };
 

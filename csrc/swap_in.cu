@@ -1,5 +1,5 @@
-// Swap-in: decide cuts, hits and victims of one decode step in one index layer (resolve), and bring the missing items of one
-// layer from pinned host memory (fetch). The policy is that of hisparse/residency.py.
+// Swap-in: decide cuts, hits and victims of one decode step in one index layer (resolve), and bring the missing items of
+// its first layers from pinned host memory (fetch). The policy is that of hisparse/residency.py.
 //
 // A cluster of blocks serves one request, so that a lone request still keeps enough loads in flight to fill the PCIe link.
 // Each block looks up its share of the selected positions and sends it to the others. Every block then runs the whole clock
@@ -7,28 +7,29 @@
 #include "copy_item.cuh"
 #include "resolve.cuh"
 
-// The misses of one warp: dealt out in turn to the blocks, and within each in runs to its warps.
-class WarpMisses {
+// The misses of one block: dealt out in turn to the blocks, and within each in runs to its warps.
+class BlockMisses {
     const Request& request_;
     const Shared& shared_;
     const Cluster& cluster_;
-    int begin_, end_;  // among the block's misses
+    const int count_;
 
     __device__ __forceinline__ int miss(int of_block) const { return of_block << cluster_.log2_size() | cluster_.rank; }
 
+    // Where a warp's part of so many begins; the next warp's beginning is its end.
+    __device__ __forceinline__ static int begin_of(int warp, int of) { return warp * of / WARPS; }
+
   public:
-    __device__ __forceinline__ WarpMisses(const Request& request, const Shared& shared, const Cluster& cluster, int misses)
-        : request_(request), shared_(shared), cluster_(cluster) {
-        const int of_block = (misses + cluster.size - 1 - cluster.rank) >> cluster.log2_size();
-        begin_ = warp_id() * of_block / WARPS;
-        end_ = (warp_id() + 1) * of_block / WARPS;
-    }
+    __device__ __forceinline__ BlockMisses(const Request& request, const Shared& shared, const Cluster& cluster, int misses)
+        : request_(request), shared_(shared), cluster_(cluster),
+          count_((misses + cluster.size - 1 - cluster.rank) >> cluster.log2_size()) {}
 
     // Record that they have taken their victims' places, and list what has to be copied. Returns violations: misses
     // without a host slot or a hot slot.
     __device__ __forceinline__ u32 settle() const {
         u32 violations = 0;
-        for (int of_block = begin_ + lane_id(); of_block < end_; of_block += WARP) {
+        const int end = begin_of(warp_id() + 1, count_);
+        for (int of_block = begin_of(warp_id(), count_) + lane_id(); of_block < end; of_block += WARP) {
             const int at = miss(of_block);
             const i32 position = shared_.miss_position[at], hot = shared_.victims[at];
             const i64 to = slot_at(shared_.granules, hot), from = shared_.host_slot[at];
@@ -42,14 +43,29 @@ class WarpMisses {
         return violations;
     }
 
-    // Copy their items.
-    __device__ __forceinline__ void fetch(u8* device_items, const u8* host_items) const {
+    // Copy the items of a run of the block's misses in one layer.
+    __device__ __forceinline__ void fetch_run(u8* device_items, const u8* host_items, int first, int end) const {
         WarpCopy items(device_items, host_items);
-        for (int first = begin_; host_items && first < end_; first += WARP) {
-            const bool exists = first + lane_id() < end_;
+        for (; first < end; first += WARP) {
+            const bool exists = first + lane_id() < end;
             const int at = miss(first + lane_id());
             items.copy(exists ? slot_at(shared_.granules, shared_.victims[at]) : -1,
-                       exists ? shared_.host_slot[at] : -1, min(WARP, end_ - first));
+                       exists ? shared_.host_slot[at] : -1, min(WARP, end - first));
+        }
+    }
+
+    // Copy their items: all in one layer, then in the next. Each warp has a run of that list. A single layer is compiled by
+    // itself, which makes a launch with few misses 2% shorter.
+    __device__ __forceinline__ void fetch(const SwapInParams& p) const {
+        const int layers = static_cast<int>(p.fetched_layers);
+        if (layers == 1) {
+            fetch_run(p.device_items, p.host_items, begin_of(warp_id(), count_), begin_of(warp_id() + 1, count_));
+            return;
+        }
+        int begin = begin_of(warp_id(), layers * count_), end = begin_of(warp_id() + 1, layers * count_);
+        for (int layer = 0; layer < layers; ++layer, begin -= count_, end -= count_) {
+            fetch_run(p.device_items + layer * p.device_layer_bytes, p.host_items + layer * p.host_layer_bytes,
+                      max(begin, 0), min(end, count_));
         }
     }
 };
@@ -164,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) swap_in(const __grid_co
 
     places.write_slots(request, cluster, shared, [&](i32 index) { return shared.victims[misses.rank(index)]; });
     if (writes_referenced) pieces.write_referenced(request.referenced);
-    const WarpMisses mine(request, shared, cluster, distinct);
+    const BlockMisses mine(request, shared, cluster, distinct);
     violations += mine.settle();
     add(p.counters, VIOLATIONS, violations);
     if (reports) {
@@ -173,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) swap_in(const __grid_co
         if (MAY_CUT && valid < request.valid) p.valid[entry] = valid;
         add(p.counters, HITS, selected - distinct);
         add(p.counters, MISSES, distinct);
-        if (p.host_items) add(p.counters, BYTES, static_cast<u64>(distinct) * ITEM_BYTES);
+        add(p.counters, BYTES, static_cast<u64>(distinct) * p.fetched_layers * ITEM_BYTES);
     }
-    mine.fetch(p.device_items, p.host_items);
+    mine.fetch(p);
 }

@@ -17,23 +17,21 @@ from kvcache.host_pool import HostKVPool
 
 _AHEAD_BLOCKS = 16
 """Fewer copy for longer than earlier layers compute, and more slow these down (docs/benchmarks.md)."""
-_FEW_QUERIES = 4
-"""What so many miss is copied in less time than a layer computes. A wait in a recorded step takes microseconds, so all
-layers of a group wait for one copy."""
+_FEW_QUERIES = 2
+"""What so many miss is copied in the time of a fork and the waits for it: the resolve fetches all layers of a group."""
 _INDEX_TYPES: dict[torch.dtype, IndexType] = {torch.int32: "int32", torch.int64: "int64"}
 
 
 @dataclass(frozen=True)
 class CudaSwapInPlan(SwapInPlan):
     """miss_counts: int32 [batch], distinct misses; that many entries of each row of `miss_host_slots` and
-    `miss_device_slots`, int64 [batch, queries * k], are written, the others are undefined. fetched_layer: the layer
-    that the resolve fetched, -1 if none. ahead: of layers that are copied ahead, what is recorded after their copy;
-    None for those that are copied together with the layer before.
+    `miss_device_slots`, int64 [batch, queries * k], are written, the others are undefined. fetched: the layers that the
+    resolve fetched. ahead: of each layer that is copied ahead, what is recorded after its copy.
     """
 
     miss_counts: torch.Tensor
-    fetched_layer: int
-    ahead: dict[int, torch.cuda.Event | None] = field(default_factory=dict)
+    fetched: Sequence[int]
+    ahead: dict[int, torch.cuda.Event] = field(default_factory=dict)
 
 
 class CudaSwapIn(SwapInBackend):
@@ -41,7 +39,8 @@ class CudaSwapIn(SwapInBackend):
 
     `resolve` also fetches the first layer of the index layer's group, which the step asks for next, so copies start as
     soon as the misses are known. The group's other layers are copied ahead, one after the other, on a stream of their
-    own with few blocks; `fetch` has the step's stream wait for a layer's copy. Only `drain` waits for the device, and a
+    own with few blocks; `fetch` has the step's stream wait for a layer's copy. For one or two queries `resolve` fetches
+    all layers of the group. Only `drain` waits for the device, and a
     plan's tensors come from torch's allocator, so a step may be captured in a CUDA graph.
 
     top_k: the most positions that a query selects. block_size: threads per block of the kernel, chosen if None. Raises
@@ -80,12 +79,14 @@ class CudaSwapIn(SwapInBackend):
         self._params = [self._static_params(index_layer) for index_layer in range(self._layout.num_index_layers)]
 
     def resolve(self, index_layer: int, batch: StepBatch, positions: torch.Tensor) -> CudaSwapInPlan:
-        """See SwapInBackend; also fetches the first layer of the group. positions: int32 or int64."""
+        """See SwapInBackend; also fetches the group's first layer, or all. positions: int32 or int64."""
+        layers = self._layout.layers_of(index_layer)
+        fetch = len(layers) if len(positions) <= _FEW_QUERIES else 1
         plan = self.launch(
-            index_layer, batch.rows, batch.newest, batch.queries, positions, fetch=True, identity=batch.identity
+            index_layer, batch.rows, batch.newest, batch.queries, positions, fetch=fetch, identity=batch.identity
         )
-        if followers := self._layout.layers_of(index_layer)[1:]:
-            self._copy_ahead(plan, followers)
+        if ahead := layers[fetch:]:
+            self._copy_ahead(plan, ahead)
         return plan
 
     def launch(
@@ -96,11 +97,11 @@ class CudaSwapIn(SwapInBackend):
         queries: Span,
         positions: torch.Tensor,
         *,
-        fetch: bool,
+        fetch: int,
         identity: torch.Tensor,
         cluster: int | None = None,
     ) -> CudaSwapInPlan:
-        """Resolve, and with `fetch` also fetch the first layer of the group.
+        """Resolve, and fetch so many of the group's layers, from its first.
 
         rows, newest: both int32 or both int64 [batch], below 0 for padding. identity: of the same type, see StepBatch.
         queries: of the same type; where the window is 1, each row has one, at its newest position. positions: int32 or
@@ -113,8 +114,7 @@ class CudaSwapIn(SwapInBackend):
         miss_counts = torch.empty(size, dtype=torch.int32, device=self._on)
         slots, miss_host_slots, miss_device_slots = out.unbind(0)
         params = self._params[index_layer]
-        host_items = params.host_items
-        params.host_items = host_items if fetch else 0
+        params.fetched_layers = fetch
         params.positions, params.rows, params.newest = positions.data_ptr(), rows.data_ptr(), newest.data_ptr()
         params.identity = identity.data_ptr()
         params.first, params.valid = queries.first.data_ptr(), queries.counts.data_ptr()
@@ -125,8 +125,7 @@ class CudaSwapIn(SwapInBackend):
         cluster = cluster or self.cluster_size(size, queries.width)
         kernel = self._kernel(queries.width, rows.dtype, positions.dtype)
         kernel.launch(params, (size * cluster, 1, 1), cluster)
-        params.host_items = host_items
-        fetched = self._layout.index_layer_of.index(index_layer) if fetch else -1
+        fetched = self._layout.layers_of(index_layer)[:fetch]
         return CudaSwapInPlan(slots.view(-1, k), miss_host_slots, miss_device_slots, miss_counts, fetched)
 
     def cluster_size(self, batch: int, queries: int = 1) -> int:
@@ -140,28 +139,22 @@ class CudaSwapIn(SwapInBackend):
     def fetch(self, plan: SwapInPlan, layer: int) -> None:
         assert isinstance(plan, CudaSwapInPlan)
         if layer in plan.ahead:
-            if copied := plan.ahead[layer]:
-                torch.cuda.current_stream(self._on).wait_event(copied)
-        elif layer != plan.fetched_layer:
+            torch.cuda.current_stream(self._on).wait_event(plan.ahead[layer])
+        elif layer not in plan.fetched:
             self._copy_misses(plan, layer)
 
     def _copy_ahead(self, plan: CudaSwapInPlan, layers: Sequence[int]) -> None:
         """The plan's tensors outlive the copies: the step keeps plans until all layers have waited for theirs."""
-        together = len(layers) if len(plan.slots) <= _FEW_QUERIES else 1
         self._ahead.wait_stream(torch.cuda.current_stream(self._on))
         with torch.cuda.stream(self._ahead):
-            for layer in layers[::together]:
-                self._copy_misses(plan, layer, together, max(1, _AHEAD_BLOCKS // together))
-                plan.ahead.update(dict.fromkeys(range(layer, layer + together)))
+            for layer in layers:
+                self._copy_misses(plan, layer, _AHEAD_BLOCKS)
                 plan.ahead[layer] = self._ahead.record_event()
 
-    def _copy_misses(
-        self, plan: CudaSwapInPlan, layer: int, num_layers: int = 1, most_blocks: int | None = None
-    ) -> None:
-        """most_blocks: of each layer."""
+    def _copy_misses(self, plan: CudaSwapInPlan, layer: int, most_blocks: int | None = None) -> None:
         copy_items(
-            self.host.kv[layer : layer + num_layers],
-            self.device.kv[layer : layer + num_layers],
+            self.host.kv[layer : layer + 1],
+            self.device.kv[layer : layer + 1],
             plan.miss_host_slots,
             plan.miss_device_slots,
             counts=plan.miss_counts,
@@ -254,4 +247,6 @@ class CudaSwapIn(SwapInBackend):
             device_items=device.kv[layer].data_ptr(),
             counters=self._counters.data_ptr(),
             max_context=device.max_context,
+            host_layer_bytes=self.host.kv.stride(0),
+            device_layer_bytes=device.kv.stride(0),
         )

@@ -36,7 +36,7 @@ def run_swap_in_bench(config: SwapInBench, console: Console | None = None) -> Re
                 num_bytes=rotation.num_bytes,
                 cluster=swap_in.cluster_size(batch, shape.queries),
                 swap_in=_time(Ours(tiers, swap_in, rotation)),
-                resolve=_time(Ours(tiers, swap_in, rotation, fetch=False)),
+                resolve=_time(Ours(tiers, swap_in, rotation, fetch=0)),
                 peer=_time(Peer(tiers, rotation)) if peer else None,
             )
         )

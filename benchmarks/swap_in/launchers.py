@@ -29,7 +29,7 @@ class Ours:
     """This project's backend, starting with empty hot buffers. Without `fetch` it only resolves."""
 
     def __init__(
-        self, tiers: Tiers, swap_in: CudaSwapIn, rotation: Rotation, fetch: bool = True, cluster: int | None = None
+        self, tiers: Tiers, swap_in: CudaSwapIn, rotation: Rotation, fetch: int = 1, cluster: int | None = None
     ) -> None:
         self.rotation = rotation
         self._tiers, self._swap_in = tiers, swap_in

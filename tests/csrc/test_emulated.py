@@ -1,6 +1,7 @@
 """The kernels' own source, run on the CPU, decides and copies what the CPU backend does."""
 
 import random
+from itertools import cycle
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from tests.csrc.emulator import COMPILER, EmulatedKernel
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 CPU = torch.device("cpu")
+LAYERS = 3
+"""Of a group."""
 
 
 class Emulated:
@@ -30,8 +33,9 @@ class Emulated:
         self.granules = granule * torch.randperm(rows * -(-most // granule)).view(rows, -1)
         self.hot_slots = (self.granules[:, :, None] + torch.arange(granule)).flatten(1)
         self.host_slot_of = torch.randperm(rows * context).view(rows, context)
-        self.host = torch.randint(0, 256, (rows * context, kernel.item_bytes), dtype=torch.uint8)
-        self.device = torch.zeros(self.hot_slots.numel(), kernel.item_bytes, dtype=torch.uint8)
+        self.host = torch.randint(0, 256, (LAYERS, rows * context, kernel.item_bytes), dtype=torch.uint8)
+        self.memory = torch.zeros(LAYERS, self.hot_slots.numel() * kernel.item_bytes + 16, dtype=torch.uint8)
+        self.fetched = cycle(range(LAYERS + 1))
         self.counters = torch.zeros(4, dtype=torch.int64)
 
     def step(
@@ -56,17 +60,20 @@ class Emulated:
         counts = torch.full((batch,), -9, dtype=torch.int32)
         left = given_valid.clone()
         identity = torch.tensor([*(self.identity[row] for row in rows), *none])
-        state = self.state
+        state, fetched = self.state, next(self.fetched)
         params = SwapInParams(
             *(tensor.data_ptr() for tensor in (given, given_rows, given_newest, identity, given_first, left)),
             *(tensor.data_ptr() for tensor in (state.position_at, state.hot_of, state.referenced, state.hand)),
-            *(tensor.data_ptr() for tensor in (self.granules, self.host_slot_of, self.host, self.device)),
+            *(tensor.data_ptr() for tensor in (self.granules, self.host_slot_of, self.host, self.memory)),
             *(tensor.data_ptr() for tensor in (slots, host_slots, device_slots, counts, self.counters)),
             self.context,
             self.granules.shape[1],
+            self.host.stride(0),
+            self.memory.stride(0),
+            fetched,
             k,
         )
-        before = self.device.clone()
+        before = self.memory.clone()
         counted = self.counters.clone()
         self.kernel.launch(params, (batch * self.cluster, 1, 1), self.cluster)
 
@@ -92,13 +99,14 @@ class Emulated:
             )
         for name in ("position_at", "hot_of", "referenced", "hand"):
             assert torch.equal(getattr(state, name), getattr(self.oracle, name)), name
-        before[expected_device] = self.host[expected_host]
-        assert torch.equal(self.device, before)
+        items = before[:, :-16].view(LAYERS, -1, self.shape.item_bytes)
+        items[:fetched, expected_device] = self.host[:fetched, expected_host]
+        assert torch.equal(self.memory, before)
         violations = int((selected != wanted).sum())
         assert (self.counters - counted).tolist() == [
             plan.hits,
             plan.misses,
-            plan.misses * self.shape.item_bytes,
+            plan.misses * self.shape.item_bytes * fetched,
             violations,
         ]
         return int((given_valid[:size] - plan.valid).sum())

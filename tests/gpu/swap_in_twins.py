@@ -190,7 +190,7 @@ class Twins:
             newest,
             Span(first, counts, width),
             torch.cat([positions, torch.zeros(padding * width, positions.shape[1], dtype=torch.int64)]).to(CUDA, dtype),
-            fetch=True,
+            fetch=len(self.layout.layers_of(index_layer)[: 1 + padding]),
             identity=identity,
             cluster=self.cluster,
         )

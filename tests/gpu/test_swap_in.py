@@ -261,7 +261,7 @@ def test_a_captured_step_replays_on_new_positions() -> None:
         positions = torch.full((4, k), -1, device=CUDA)
 
         def launch(layer: int, rows: torch.Tensor) -> CudaSwapInPlan:
-            return both.on_gpu.launch(layer, rows, newest, one, positions, fetch=True, identity=identity)
+            return both.on_gpu.launch(layer, rows, newest, one, positions, fetch=1, identity=identity)
 
         launch(0, rows.clone().fill_(-1))
         graph = torch.cuda.CUDAGraph()
@@ -328,9 +328,9 @@ def test_what_the_kernel_cannot_read_is_refused() -> None:
         return torch.zeros(queries, k, dtype=torch.int64, device=CUDA)
 
     with pytest.raises(ValueError, match="1 to 4 positions, found 1 with 5"):
-        both.on_gpu.launch(0, row, row, one, selected(1, 5), fetch=True, identity=row)
+        both.on_gpu.launch(0, row, row, one, selected(1, 5), fetch=1, identity=row)
     with pytest.raises(ValueError, match="must all be int32 or all int64"):
-        both.on_gpu.launch(0, row, row.int(), one, selected(1, 4), fetch=True, identity=row)
+        both.on_gpu.launch(0, row, row.int(), one, selected(1, 4), fetch=1, identity=row)
     with pytest.raises(ValueError, match="1 to 1 queries, the window being 1, found 2"):
-        both.on_gpu.launch(0, row, row, Span(row, row + 1, 2), selected(2, 4), fetch=True, identity=row)
+        both.on_gpu.launch(0, row, row, Span(row, row + 1, 2), selected(2, 4), fetch=1, identity=row)
     both.close()
