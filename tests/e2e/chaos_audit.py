@@ -9,7 +9,7 @@ computed for the same tokens: each whole block of 64 positions goes by the token
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -20,12 +20,11 @@ import torch
 from base.block_hashes import BLOCK_TOKENS
 
 if TYPE_CHECKING:
-    from engine.chunked import ChunkedPrefill
     from kvcache.paged_pool import PagedKVPool
     from prefill_node.attempt import HeldAttempt
 
 
-STAGES = ("fetched", "computed", "landed", "begun", "left")
+STAGES = ("fetched", "computed", "sent", "landed", "begun", "left")
 
 
 class Journal:
@@ -60,14 +59,14 @@ Pool = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
 def blocks(pool: Pool, rows: Sequence[int], tokens: Sequence[int], start: int) -> dict[str, str]:
-    """Of each whole block of positions from `start` on: what tokens end with it, and the digest of its rows.
+    """Of each whole block that ends after position `start`: what tokens end with it, and the digest of its rows.
 
     rows, tokens: of all positions. The draft layer's last row of a block depends on the next token: it is left out.
     """
     main = [layer for layers in pool for layer in layers[:-1]]
     draft = [layers[-1] for layers in pool]
     found = {}
-    for end in range(-(-start // BLOCK_TOKENS) * BLOCK_TOKENS + BLOCK_TOKENS, len(rows) + 1, BLOCK_TOKENS):
+    for end in range((start // BLOCK_TOKENS + 1) * BLOCK_TOKENS, len(rows) + 1, BLOCK_TOKENS):
         spelled = hashlib.blake2b(repr(list(tokens[:end])).encode(), digest_size=8).hexdigest()
         block = rows[end - BLOCK_TOKENS : end]
         found[spelled] = "".join(digests(main, block) + digests(draft, block[:-1]))
@@ -75,42 +74,44 @@ def blocks(pool: Pool, rows: Sequence[int], tokens: Sequence[int], start: int) -
 
 
 def watch_prefill(journal: Journal) -> None:
-    """Note what a prefill node had, whenever it is about to say that all of an attempt was sent."""
+    """Note what a prefill node fetches, what each step computes, and what it had of an attempt when all was sent.
+
+    The blocks that a step computes are cached even if their attempt is aborted. Then other attempts send them.
+    """
     from control.messages import PrefillDone
-    from engine.chunked import ChunkedPrefill
+    from engine.chunked import ChunkedPrefill, PrefillStep
     from prefill_node.attempt import HeldAttempt
     from prefill_node.planner import PrefillPlanner
 
-    advance, mark_cached = PrefillPlanner._advance, ChunkedPrefill.mark_cached
-    fetched: set[str] = set()
-    """Blocks that were read from decode nodes at some time: this node does not answer for them."""
+    advance, mark_cached, complete = PrefillPlanner._advance, ChunkedPrefill.mark_cached, ChunkedPrefill.complete
 
     def noting_cached(prefill: ChunkedPrefill[HeldAttempt], job: HeldAttempt, stop: int) -> None:
         mark_cached(prefill, job, stop)
-        has = _blocks_of(prefill, job, stop)
-        fetched.update(list(has)[job.cached // BLOCK_TOKENS :])
+        has = _blocks_of(prefill.pool, job, 0, stop)
         journal.append({"stage": "fetched", "attempt": job.id, "num_tokens": stop, "has": has})
+
+    def noting_complete(
+        prefill: ChunkedPrefill[HeldAttempt], step: PrefillStep[HeldAttempt], without: Set[HeldAttempt] = frozenset()
+    ) -> None:
+        complete(prefill, step, without)
+        for job, chunk in step.chunks:
+            if job not in without:
+                new = _blocks_of(prefill.pool, job, chunk.start, chunk.stop)
+                journal.append({"stage": "computed", "attempt": job.id, "num_tokens": chunk.stop, "blocks": new})
 
     def noting_advance(planner: PrefillPlanner, job: HeldAttempt) -> None:
         told = len(planner._updates)
         advance(planner, job)
         if not any(isinstance(update, PrefillDone) for update in planner._updates[told:]):
             return
-        pool = planner._prefill.pool
-        has = _blocks_of(planner._prefill, job, job.num_tokens)
-        journal.append(
-            {
-                "stage": "computed",
-                "attempt": job.id,
-                "num_tokens": job.num_tokens,
-                "digests": digests([*pool.kv, *pool.index_keys], _rows_of(pool, job, job.num_tokens)[job.start :]),
-                "has": has,
-                "blocks": {spelled: digest for spelled, digest in has.items() if spelled not in fetched},
-            }
-        )
+        pool, stop = planner._prefill.pool, job.num_tokens
+        sent = digests([*pool.kv, *pool.index_keys], _rows_of(pool, job, stop)[job.start :])
+        line = {"stage": "sent", "attempt": job.id, "num_tokens": stop, "digests": sent}
+        journal.append({**line, "has": _blocks_of(pool, job, 0, stop)})
 
     PrefillPlanner._advance = noting_advance  # type: ignore[method-assign]
     ChunkedPrefill.mark_cached = noting_cached  # type: ignore[assignment,method-assign]
+    ChunkedPrefill.complete = noting_complete  # type: ignore[assignment,method-assign]
 
 
 def _rows_of(pool: "PagedKVPool", job: "HeldAttempt", stop: int) -> list[int]:
@@ -119,10 +120,9 @@ def _rows_of(pool: "PagedKVPool", job: "HeldAttempt", stop: int) -> list[int]:
     return [int(job.pages[position // size]) * size + position % size for position in range(stop)]
 
 
-def _blocks_of(prefill: "ChunkedPrefill[HeldAttempt]", job: "HeldAttempt", stop: int) -> dict[str, str]:
-    pool = prefill.pool
+def _blocks_of(pool: "PagedKVPool", job: "HeldAttempt", start: int, stop: int) -> dict[str, str]:
     tokens = job.token_ids.tolist()[:stop]
-    return blocks((list(pool.kv), list(pool.index_keys)), _rows_of(pool, job, stop), tokens, 0)
+    return blocks((list(pool.kv), list(pool.index_keys)), _rows_of(pool, job, stop), tokens, start)
 
 
 def watch_decode(journal: Journal) -> None:
@@ -201,7 +201,7 @@ class Audit:
     def of(directory: str | Path) -> "Audit":
         lines = read_journal(audit_path(directory))
         audit = Audit()
-        attempts = {tuple(line["attempt"]): line for line in lines if line["stage"] == "computed"}
+        attempts = {tuple(line["attempt"]): line for line in lines if line["stage"] == "sent"}
         computed: dict[str, set[str]] = {}
         for line in lines:
             for spelled, digest in line.get("blocks", {}).items():
