@@ -13,6 +13,7 @@ from tests.gateway.world import (
     GLM_TEMPLATE,
     LONG_CONTEXT,
     MODEL,
+    QUESTION,
     WEATHER,
     RunningGateway,
     World,
@@ -29,7 +30,6 @@ TOOL: dict[str, Any] = {
     "description": "The weather of a city",
     "input_schema": WEATHER["function"]["parameters"],
 }
-QUESTION: dict[str, Any] = {"role": "user", "content": "How is it in Rome?"}
 
 
 def ask(service: World, *messages: dict[str, Any], **fields: Any) -> Any:
