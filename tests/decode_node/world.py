@@ -32,7 +32,7 @@ from decode_node.request import Limits, RequestState
 from decode_node.scheduler import Scheduler
 from decode_node.verifier import ChecksumTask
 from engine.draft_policy import DraftPolicy
-from engine.grammar.errors import UnsupportedTokenizer
+from engine.grammar import UnsupportedTokenizer
 from engine.grammar.vocabulary import Vocabulary
 from engine.runner import ModelRunner
 from hisparse.config import HiSparseConfig
