@@ -90,7 +90,7 @@ def test_blocks_are_given_up_before_anybody_waits_or_gives_way() -> None:
     for number in range(6):
         h.ask(f"before-{number}", prompt=prompt(150, seed=number), tokens=40)
         h.drain()
-    assert h.cache.cached_slots >= 640 - 128
+    assert h.cache.blocks.blocks * BLOCK_TOKENS >= 640 - 128
     for number in range(3):
         h.ask(f"now-{number}", prompt=prompt(100, seed=100 + number), tokens=60)
     h.turn()
@@ -141,7 +141,7 @@ def test_an_aborted_request_leaves_what_was_verified(turns: int) -> None:
         h.turn()
     h.scheduler.cancel("aborted", GATEWAY)
     h.turn()
-    assert h.cache.cached_slots // BLOCK_TOKENS == (1 if turns < 2 else 2 if turns < 80 else 3)
+    assert h.cache.blocks.blocks == (1 if turns < 2 else 2 if turns < 80 else 3)
     h.quiet = True
     h.run()
 
@@ -221,7 +221,7 @@ def test_what_may_be_written_again_is_not_cached() -> None:
     h.ask("r", prompt=prompt(200), tokens=4)
     while h.scheduler.requests:
         h.turn()
-    assert h.cache.cached_slots == 0
+    assert h.cache.blocks.blocks == 0
     h.remote.tick(time.monotonic() + DRAIN_GRACE_S + LANDED_CAN_WAIT_S)
     h.run()
 
@@ -233,7 +233,7 @@ def test_after_an_error_only_the_prompt_stays() -> None:
     h.ask("r", prompt=first, tokens=200)
     h.drain()
     assert h.ended == {"r": "error"}
-    assert h.cache.cached_slots == 128, "it had generated another block"
+    assert h.cache.blocks.blocks == 128 // BLOCK_TOKENS, "it had generated another block"
     h.run()
 
 
@@ -242,7 +242,7 @@ def test_after_violations_nothing_stays() -> None:
     h.ask("r", prompt=prompt(150), tokens=4)
     h.drain()
     h.scheduler.forget_prefixes()
-    assert h.cache.cached_slots == 0
+    assert h.cache.blocks.blocks == 0
     h.run()
 
 

@@ -309,7 +309,7 @@ class Caching(World):
         for _, message in self.control.repeated.values():
             if isinstance(message, PrefillRequest) and message not in self.asked:
                 self.asked.append(message)
-        self.max_cached = max(self.max_cached, self.cache.cached_slots)
+        self.max_cached = max(self.max_cached, self.cache.blocks.blocks * BLOCK_TOKENS)
         self.audit()
 
     def audit(self) -> None:
@@ -340,7 +340,7 @@ class Caching(World):
         self.cache.clear()
         self.scheduler.check_idle()
         assert self.coordinator.host.free == self.coordinator.host.num_slots
-        assert self.coordinator.host.cached == self.cache.cached_slots == 0
+        assert self.coordinator.host.cached == self.cache.blocks.blocks == 0
 
     def drain(self) -> None:
         """Until there are no requests; the cache stays."""
