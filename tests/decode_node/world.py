@@ -342,8 +342,9 @@ class Caching(World):
         assert self.coordinator.host.free == self.coordinator.host.num_slots
         assert self.coordinator.host.cached == self.cache.blocks.blocks == 0
 
-    def drain(self) -> None:
-        """Until there are no requests; the cache stays."""
+    def serve(self, request_id: str, **fields: object) -> None:
+        """Ask, and go on until there are no requests; the cache stays."""
+        self.ask(request_id, **fields)  # type: ignore[arg-type]
         while self.scheduler.requests or self.scheduler.holds_something:
             self.turn()
 
