@@ -11,8 +11,8 @@ import structlog
 
 from control.messages import FinishReason
 from decode_node.request import Request
+from engine.grammar import CompilerBusy, GrammarError, GrammarViolation, UnsupportedTokenizer
 from engine.grammar.compiler import GrammarCompiler
-from engine.grammar.errors import CompilerBusy, GrammarError, GrammarViolation, UnsupportedTokenizer
 from engine.grammar.masks import Masks, MaskWriter
 from engine.grammar.state import CompiledGrammar
 from engine.grammar.vocabulary import Vocabulary

@@ -6,8 +6,7 @@ import torch
 
 from control.prompt_logprobs import PromptLogprobTable
 from decode_node.request import Request, RequestState
-from engine.chunked import ChunkedPrefill, PrefillJob
-from engine.prompt_logprobs import QueuedLogprobs
+from engine.chunked import ChunkedPrefill, PrefillJob, QueuedLogprobs
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.swap_in import StagedKV
 from model.sparse_model import SparseModel

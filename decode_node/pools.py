@@ -19,7 +19,7 @@ from kvcache.paged_pool import PagedKVPool
 from model.config import ModelSpec
 from model.sparse_model import SparseModel
 from ranks.group import Ranks
-from service.context import fit_context
+from service.node_model import fit_context
 from transfer.transports import Transports
 
 log = structlog.get_logger(__name__)

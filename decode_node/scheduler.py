@@ -22,7 +22,7 @@ from decode_node.remote_prefill import RemotePrefill
 from decode_node.request import Limits, Request, RequestState, RequestTable
 from decode_node.slots import SlotManager
 from decode_node.stepper import Stepper
-from engine.grammar.errors import GrammarViolation
+from engine.grammar import GrammarViolation
 from engine.runner import Computed, ModelRunner
 from engine.sampling import NoToken
 from hisparse.coordinator import HiSparseCoordinator

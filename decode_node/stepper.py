@@ -13,7 +13,7 @@ from decode_node.grammars import Grammars
 from decode_node.request import Request, RequestState
 from engine.adjustments import Ban
 from engine.draft_policy import StepSize
-from engine.grammar.errors import GrammarViolation
+from engine.grammar import GrammarViolation
 from engine.runner import Batch, Computed, LaunchedStep, ModelRunner
 from hisparse.coordinator import HiSparseCoordinator
 from ranks.barrier import GroupFailed

@@ -5,13 +5,15 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 
-from engine.prompt_logprobs import QueuedLogprobs
+from base.device import Download
+from control.prompt_logprobs import PromptLogprobs
 from kvcache.page_cache import PageCache, PageLease
 from kvcache.paged_pool import PagedKVPool, PagedSequence
 from model.passes import PrefillChunk
-from model.sparse_model import SparseModel
+from model.sparse_model import SparseModel, TokenLogprobs
 from transfer.planner import Int64s
 
 
@@ -63,6 +65,28 @@ class PrefillJob:
 
 
 JobT = TypeVar("JobT", bound=PrefillJob)
+
+
+@dataclass(frozen=True)
+class QueuedLogprobs:
+    """Log probabilities of a prompt's consecutive positions from `start` on, on their way to the host.
+
+    packed: int32 [rows, 2 * (1 + alternatives)], the two columns of PromptLogprobs side by side, the bits of floats.
+    """
+
+    start: int
+    packed: Download
+
+    @classmethod
+    def of(cls, start: int, logprobs: TokenLogprobs) -> "QueuedLogprobs":
+        floats = torch.cat((logprobs.own.unsqueeze(1), logprobs.top), dim=1).view(torch.int32)
+        ints = torch.cat((logprobs.ranks.unsqueeze(1), logprobs.top_ids), dim=1)
+        return cls(start, Download(torch.cat((ints, floats), dim=1)))
+
+    def wait(self) -> PromptLogprobs:
+        """The log probabilities, once they are there."""
+        ints, floats = np.split(self.packed.wait().numpy(), 2, axis=1)
+        return PromptLogprobs.of(self.start, ints, np.ascontiguousarray(floats).view(np.float32))
 
 
 @dataclass(frozen=True)

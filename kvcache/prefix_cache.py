@@ -33,11 +33,6 @@ class PrefixCache:
         self.blocks = BlockCache(max(1, slots.num_slots // self._block_slots), self._block_slots)
 
     @property
-    def cached_slots(self) -> int:
-        """Slots that the cache owns."""
-        return self.blocks.blocks * self._block_slots
-
-    @property
     def evictable_slots(self) -> int:
         """Slots that nobody else owns: `evict` makes them free."""
         return self.blocks.evictable_blocks * self._block_slots

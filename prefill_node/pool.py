@@ -7,7 +7,7 @@ from base.memory import device_split, human, pool_bytes
 from model.config import ModelSpec
 from prefill_node.config import PrefillConfig
 from ranks.group import Ranks
-from service.context import fit_context
+from service.node_model import fit_context
 
 log = structlog.get_logger(__name__)
 

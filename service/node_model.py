@@ -4,11 +4,12 @@
 """
 
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 import torch
@@ -33,6 +34,11 @@ from service.shell import NodeShell
 from transfer.transports import Transports
 
 log = structlog.get_logger(__name__)
+
+Plan = TypeVar("Plan")
+
+_SHORTEST = 2
+"""Tokens of a context: a prompt's and its answer's."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +141,34 @@ def common_to_ranks(ranks: Ranks, config: NodeConfig, spec: ModelSpec) -> dict[s
         "computes_in_fp8": fp8_unavailable_reason(ranks.device, spec.dtype) is None,
         **{name: getattr(config, name) for name in config.alike_in_ranks},
     }
+
+
+def fit_context(spec: ModelSpec, asked: int | None, plan: Callable[[ModelSpec], Plan]) -> tuple[ModelSpec, Plan]:
+    """The plan of the node's pools, and the specification that it is for.
+
+    plan: pools for the context of a specification. Raises StartupError if they do not fit; a longer context takes more.
+    Raises what `plan` raises for the context that was asked for, or for the model's own if not even the shortest fits.
+    """
+    try:
+        return spec, plan(spec)
+    except StartupError as error:
+        if asked is not None:
+            raise
+        reason = error
+
+    def fails(context_length: int) -> bool:
+        try:
+            plan(replace(spec, context_length=context_length))
+        except StartupError:
+            return True
+        return False
+
+    longest = bisect_left(range(spec.context_length), True, lo=_SHORTEST, key=fails) - 1
+    if longest < _SHORTEST:
+        raise reason
+    log.warning("the context is shorter than the model's", tokens=longest, model=spec.context_length, why=str(reason))
+    fitting = replace(spec, context_length=longest)
+    return fitting, plan(fitting)
 
 
 def use_device(flag: str) -> torch.device:

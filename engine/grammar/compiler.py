@@ -11,7 +11,7 @@ from queue import Empty, Full, Queue
 import structlog
 
 from control.grammar import Grammar
-from engine.grammar.errors import CompilerBusy, GrammarError
+from engine.grammar import CompilerBusy, GrammarError
 from engine.grammar.prover import Prover, ProverStopped, TooSlow
 from engine.grammar.state import CompiledGrammar
 from engine.grammar.vocabulary import Vocabulary

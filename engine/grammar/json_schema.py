@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from engine.grammar.errors import GrammarError
+from engine.grammar import GrammarError
 
 MAX_DEPTH = 64
 """Schemas within schemas."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from llguidance import LLExecutor
 
-from engine.grammar.errors import GrammarViolation
+from engine.grammar import GrammarViolation
 from engine.grammar.state import FollowedDrafts, GrammarState
 
 MAX_THREADS = 8

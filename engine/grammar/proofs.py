@@ -26,7 +26,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from pydantic import ValidationError
 
 from control.grammar import Grammar, JsonSchema, Lark, Regex, Structure
-from engine.grammar.errors import GrammarError
+from engine.grammar import GrammarError
 from engine.grammar.json_schema import embedded_schemas, read_schema, subschemas, with_options
 from engine.grammar.translate import Translator
 

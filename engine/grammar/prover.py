@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from control.grammar import Grammar
-from engine.grammar.errors import GrammarError
+from engine.grammar import GrammarError
 from engine.grammar.vocabulary import Vocabulary
 
 _START_S = 10.0

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
-from engine.grammar.errors import GrammarError, GrammarViolation
+from engine.grammar import GrammarError, GrammarViolation
 from engine.grammar.proofs import PARSER_LIMITS
 from engine.grammar.vocabulary import Vocabulary
 

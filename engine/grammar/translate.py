@@ -13,7 +13,7 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from control.grammar import Grammar, JsonSchema, Lark, Regex, Structure, TextChoice
-from engine.grammar.errors import GrammarError
+from engine.grammar import GrammarError
 from engine.grammar.json_schema import embedded_schemas, read_schema, with_options
 
 _ANY = "(?s:.*)"

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLTokenizer
 
-from engine.grammar.errors import UnsupportedTokenizer
+from engine.grammar import UnsupportedTokenizer
 
 
 class Vocabulary:

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 from jinja2 import Environment, TemplateSyntaxError
 
 from control.grammar import JsonSchema, Structure
-from gateway.formats import deepseek_v32, glm, hermes, json_calls
+from gateway.formats import deepseek_v32, glm
 from gateway.formats.conversation import (
     BEGIN_OF_REASONING,
     END_OF_REASONING,
@@ -20,12 +20,13 @@ from gateway.formats.conversation import (
     content_of,
 )
 from gateway.formats.grammar import CallGrammar, choice
+from gateway.formats.json_calls import HermesParser, JsonCallParser
 from gateway.formats.parsing import CallParser
 from gateway.formats.tools import CallRules, Tool, ToolSet, parse_json
 
 _Renderer: TypeAlias = Callable[[Sequence[Message], Sequence[Tool], bool | None, Mapping[str, Any], PromptEnd], Prompt]
 """Arguments: messages, tools, whether to think, variables, end."""
-_SYNTAXES: tuple[type[CallParser], ...] = (deepseek_v32.DsmlParser, glm.GlmParser, hermes.HermesParser)
+_SYNTAXES: tuple[type[CallParser], ...] = (deepseek_v32.DsmlParser, glm.GlmParser, HermesParser)
 CALL_PARSERS = (*(syntax.name for syntax in _SYNTAXES), "none")
 """The values of --tool-call-parser."""
 ApplyTemplate: TypeAlias = Callable[
@@ -125,7 +126,7 @@ class ChatFormat:
         end = self.end_of_reasoning if reasoning else None
         if syntax is None:
             # Without tools, all parsers are alike.
-            return hermes.HermesParser(CallRules(ToolSet(())), end_of_reasoning=end, whole_calls=whole_calls)
+            return HermesParser(CallRules(ToolSet(())), end_of_reasoning=end, whole_calls=whole_calls)
         return syntax(rules, end_of_reasoning=end, whole_calls=whole_calls)
 
     def call_grammar(
@@ -155,7 +156,7 @@ class ChatFormat:
         return grammar.text(_answer(grammar, syntax, rules, grammar.rule("calls", block), schema))
 
     def _syntax_of(self, rules: CallRules) -> type[CallParser] | None:
-        return json_calls.JsonCallParser if self._syntax is None and rules.forced else self._syntax
+        return JsonCallParser if self._syntax is None and rules.forced else self._syntax
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ schema does. Where the schema allows a string and something else, or says nothin
 would have written it: JSON of a type that is allowed, but not a string, is JSON; any other text is a string.
 """
 
-import json
 import re
 
+from gateway.formats.conversation import to_json
 from gateway.formats.grammar import CallGrammar
 from gateway.formats.parsing import CallParser
 from gateway.formats.reading import Malformed, Steps
@@ -99,5 +99,5 @@ def _json_or_string(text: str, types: frozenset[str] | None) -> str:
     except ValueError:
         found = "string"
     if found == "string" or (types is not None and found not in types):
-        return json.dumps(text, ensure_ascii=False)
+        return to_json(text)
     return text.strip()

@@ -1,12 +1,12 @@
 """The parser that all families share: reasoning, then content with calls in it. A family adds the syntax of calls."""
 
-import json
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
+from gateway.formats.conversation import to_json
 from gateway.formats.grammar import CallGrammar
 from gateway.formats.json_prefix import JsonPrefix
 from gateway.formats.reading import Malformed, PieceReader, Steps, overlap
@@ -222,15 +222,13 @@ class CallParser(PieceReader, ABC):
         """Begin an argument, and the call with its first one."""
         if not self._open:
             self._begin(name)
-        self._waiting.append(
-            CallArguments(self._calls, f"{', ' if self._keys else '{'}{json.dumps(key, ensure_ascii=False)}: ")
-        )
+        self._waiting.append(CallArguments(self._calls, f"{', ' if self._keys else '{'}{to_json(key)}: "))
         self._keys.add(key)
 
     def _string_value(self, end: str) -> Steps[None]:
         """The value of an argument as a JSON string that streams, up to the marker `end`."""
         self._arguments('"')
-        yield from self._until(end, lambda text: self._arguments(json.dumps(text, ensure_ascii=False)[1:-1]))
+        yield from self._until(end, lambda text: self._arguments(to_json(text)[1:-1]))
         self._arguments('"')
 
     def _json_value(self, name: str, key: str, end: str) -> Steps[None]:

@@ -23,6 +23,7 @@ from control.plane import ControlPlane
 from tests.e2e.cluster import wait_until
 from tests.identity import IDENTITY
 from tests.prefill_node.fakes import FakeControl
+from tests.starting import starting
 
 
 class Gateway:
@@ -95,28 +96,14 @@ StartNode = Callable[[GatewayAddresses], Node]
 
 @pytest.fixture
 def gateway() -> Iterator[StartGateway]:
-    started: list[Gateway] = []
-
-    def start(**options: object) -> Gateway:
-        started.append(Gateway(**options))  # type: ignore[arg-type]
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.control.stop()
+    with starting(Gateway, lambda one: one.control.stop()) as start:
+        yield start
 
 
 @pytest.fixture
 def node() -> Iterator[StartNode]:
-    started: list[Node] = []
-
-    def start(addresses: GatewayAddresses) -> Node:
-        started.append(Node(addresses))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.control.stop()
+    with starting(Node, lambda one: one.control.stop()) as start:
+        yield start
 
 
 def test_a_gateway_is_kept_while_it_answers(

@@ -15,6 +15,7 @@ from control.messages import Cancel, HeartbeatAck, Peer, Ping, Refused, Register
 from tests.control.harness import Start
 from tests.control.test_membership import Node
 from tests.e2e.cluster import wait_until
+from tests.starting import starting
 
 OTHERS = pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
 Body = Mapping[str, object]
@@ -61,15 +62,8 @@ class Foreign:
 
 @pytest.fixture
 def foreign() -> Iterator[Callable[[int, Role], Foreign]]:
-    made: list[Foreign] = []
-
-    def make(version: int, role: Role) -> Foreign:
-        made.append(Foreign(version, role))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+    with starting(Foreign, Foreign.close) as make:
+        yield make
 
 
 Make = Callable[[int, Role], Foreign]

@@ -128,7 +128,7 @@ def test_what_lingers_is_shared_and_not_cached() -> None:
     ask(h, tokens)
     for _ in range(5):
         h.turn()
-    assert h.cache.cached_slots == 0
+    assert h.cache.blocks.blocks == 0
     assert {h.state(name) for name in NAMES} == {RequestState.RUNNING}
     assert h.coordinator.host.used < 100 + len(NAMES) * 65
 

@@ -22,11 +22,9 @@ def test_only_what_is_not_cached_is_asked_for(shared: int, start: int) -> None:
     """Shared are so many of 200 tokens; of these all but the last have KV."""
     h = Caching()
     first = prompt(200)
-    h.ask("first", prompt=first, tokens=3)
-    h.drain()
+    h.serve("first", prompt=first, tokens=3)
     second = first[:shared] + prompt(200 - shared, seed=1)
-    h.ask("second", prompt=second, tokens=3)
-    h.drain()
+    h.serve("second", prompt=second, tokens=3)
     assert h.sent("second") == [(start, 199 - start)]
     assert h.answers == {"first": counted(first, 3), "second": counted(second, 3)}
     assert (h.count("prefix_cache_queries"), h.count("prefix_cache_hits")) == (2 * 199, start)
@@ -36,11 +34,9 @@ def test_only_what_is_not_cached_is_asked_for(shared: int, start: int) -> None:
 @pytest.mark.parametrize("length", [65, 129])
 def test_a_prompt_that_is_cached_whole_needs_no_prefill_node(length: int) -> None:
     h = Caching()
-    h.ask("first", prompt=prompt(length), tokens=4)
-    h.drain()
+    h.serve("first", prompt=prompt(length), tokens=4)
     h.remote.nodes.learn(GATEWAY.address, (), {})
-    h.ask("again", prompt=prompt(length), tokens=4)
-    h.drain()
+    h.serve("again", prompt=prompt(length), tokens=4)
     assert h.answers["again"] == h.answers["first"] == counted(prompt(length), 4)
     assert h.sent("again") == []
     h.run()
@@ -50,8 +46,7 @@ def test_a_conversation_finds_its_answers_too() -> None:
     h = Caching()
     text = prompt(100)
     for turn in range(4):
-        h.ask(f"turn-{turn}", prompt=text, tokens=70)
-        h.drain()
+        h.serve(f"turn-{turn}", prompt=text, tokens=70)
         lacked = len(text) - 1 - h.sent(f"turn-{turn}")[0][0]
         assert turn == 0 or lacked < BLOCK_TOKENS + 30
         text += tuple(h.answers[f"turn-{turn}"]) + prompt(30, seed=turn)
@@ -61,8 +56,7 @@ def test_a_conversation_finds_its_answers_too() -> None:
 def test_salts_share_nothing() -> None:
     h = Caching()
     for name, salt in (("a", ""), ("b", "tenant"), ("c", "tenant"), ("d", "")):
-        h.ask(name, prompt=prompt(129), tokens=2, cache_salt=salt)
-        h.drain()
+        h.serve(name, prompt=prompt(129), tokens=2, cache_salt=salt)
     assert [h.sent(name) for name in "abcd"] == [[(0, 128)], [(0, 128)], [], []]
     assert {message.cache_salt for message in h.asked} == {"", "tenant"}
     h.run()
@@ -88,9 +82,8 @@ def test_the_gateway_is_told_how_much_was_cached() -> None:
 def test_blocks_are_given_up_before_anybody_waits_or_gives_way() -> None:
     h = Caching(host_slots=640)
     for number in range(6):
-        h.ask(f"before-{number}", prompt=prompt(150, seed=number), tokens=40)
-        h.drain()
-    assert h.cache.cached_slots >= 640 - 128
+        h.serve(f"before-{number}", prompt=prompt(150, seed=number), tokens=40)
+    assert h.cache.blocks.blocks * BLOCK_TOKENS >= 640 - 128
     for number in range(3):
         h.ask(f"now-{number}", prompt=prompt(100, seed=100 + number), tokens=60)
     h.turn()
@@ -134,14 +127,13 @@ def test_what_is_dropped_resumes_from_its_own_blocks() -> None:
 @pytest.mark.parametrize("turns", [0, 1, 2, 5, 80])
 def test_an_aborted_request_leaves_what_was_verified(turns: int) -> None:
     h = Caching(quiet=False)
-    h.ask("first", prompt=prompt(65), tokens=2)
-    h.drain()
+    h.serve("first", prompt=prompt(65), tokens=2)
     h.ask("aborted", prompt=prompt(150), tokens=200)
     for _ in range(turns):
         h.turn()
     h.scheduler.cancel("aborted", GATEWAY)
     h.turn()
-    assert h.cache.cached_slots // BLOCK_TOKENS == (1 if turns < 2 else 2 if turns < 80 else 3)
+    assert h.cache.blocks.blocks == (1 if turns < 2 else 2 if turns < 80 else 3)
     h.quiet = True
     h.run()
 
@@ -150,8 +142,7 @@ def test_what_is_read_stays_however_short_slots_are(monkeypatch: pytest.MonkeyPa
     # Each of the others waits that long for slots in quarantine.
     monkeypatch.setattr("decode_node.slots._FRESH_S", 0.0)
     h = Caching(host_slots=520, quiet=False, slow={"read"}, verify=lambda _: True)
-    h.ask("before", prompt=prompt(130), tokens=2)
-    h.drain()
+    h.serve("before", prompt=prompt(130), tokens=2)
     h.ask("read", prompt=prompt(200), tokens=3)
     h.turn()
     [asked] = [message for message in h.asked if message.attempt.request_id == "read"]
@@ -174,8 +165,7 @@ def test_what_is_read_stays_however_short_slots_are(monkeypatch: pytest.MonkeyPa
 
 def test_a_lost_attempt_gives_its_prefix_back_and_the_next_one_looks_again() -> None:
     h = Caching(slow={"r"})
-    h.ask("before", prompt=prompt(65), tokens=2)
-    h.drain()
+    h.serve("before", prompt=prompt(65), tokens=2)
     h.ask("r", prompt=prompt(200), tokens=3)
     h.turn()
     request = h.scheduler.requests["r"]
@@ -197,8 +187,7 @@ def test_a_lost_attempt_gives_its_prefix_back_and_the_next_one_looks_again() -> 
 def test_a_late_write_of_an_abandoned_attempt_cannot_reach_what_is_shared() -> None:
     """Only slots that are not cached are named to a prefill node, and they are in quarantine."""
     h = Caching(quiet=False, slow={"r"})
-    h.ask("before", prompt=prompt(129), tokens=2)
-    h.drain()
+    h.serve("before", prompt=prompt(129), tokens=2)
     h.ask("r", prompt=prompt(200), tokens=3)
     h.turn()
     [reservation] = h.table
@@ -221,7 +210,7 @@ def test_what_may_be_written_again_is_not_cached() -> None:
     h.ask("r", prompt=prompt(200), tokens=4)
     while h.scheduler.requests:
         h.turn()
-    assert h.cache.cached_slots == 0
+    assert h.cache.blocks.blocks == 0
     h.remote.tick(time.monotonic() + DRAIN_GRACE_S + LANDED_CAN_WAIT_S)
     h.run()
 
@@ -230,19 +219,17 @@ def test_after_an_error_only_the_prompt_stays() -> None:
     h = Caching()
     h.model.overflows_after = 230
     first = (*prompt(128), 160)
-    h.ask("r", prompt=first, tokens=200)
-    h.drain()
+    h.serve("r", prompt=first, tokens=200)
     assert h.ended == {"r": "error"}
-    assert h.cache.cached_slots == 128, "it had generated another block"
+    assert h.cache.blocks.blocks == 128 // BLOCK_TOKENS, "it had generated another block"
     h.run()
 
 
 def test_after_violations_nothing_stays() -> None:
     h = Caching()
-    h.ask("r", prompt=prompt(150), tokens=4)
-    h.drain()
+    h.serve("r", prompt=prompt(150), tokens=4)
     h.scheduler.forget_prefixes()
-    assert h.cache.cached_slots == 0
+    assert h.cache.blocks.blocks == 0
     h.run()
 
 

@@ -32,7 +32,7 @@ from decode_node.request import Limits, RequestState
 from decode_node.scheduler import Scheduler
 from decode_node.verifier import ChecksumTask
 from engine.draft_policy import DraftPolicy
-from engine.grammar.errors import UnsupportedTokenizer
+from engine.grammar import UnsupportedTokenizer
 from engine.grammar.vocabulary import Vocabulary
 from engine.runner import ModelRunner
 from hisparse.config import HiSparseConfig
@@ -309,7 +309,7 @@ class Caching(World):
         for _, message in self.control.repeated.values():
             if isinstance(message, PrefillRequest) and message not in self.asked:
                 self.asked.append(message)
-        self.max_cached = max(self.max_cached, self.cache.cached_slots)
+        self.max_cached = max(self.max_cached, self.cache.blocks.blocks * BLOCK_TOKENS)
         self.audit()
 
     def audit(self) -> None:
@@ -340,10 +340,11 @@ class Caching(World):
         self.cache.clear()
         self.scheduler.check_idle()
         assert self.coordinator.host.free == self.coordinator.host.num_slots
-        assert self.coordinator.host.cached == self.cache.cached_slots == 0
+        assert self.coordinator.host.cached == self.cache.blocks.blocks == 0
 
-    def drain(self) -> None:
-        """Until there are no requests; the cache stays."""
+    def serve(self, request_id: str, **fields: object) -> None:
+        """Ask, and go on until there are no requests; the cache stays."""
+        self.ask(request_id, **fields)  # type: ignore[arg-type]
         while self.scheduler.requests or self.scheduler.holds_something:
             self.turn()
 

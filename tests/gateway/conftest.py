@@ -12,6 +12,7 @@ from gateway.config import GatewayConfig
 from service import watched
 from tests.gateway.nodes import CONTEXT, FakeDecodeNode, FakeNode, wait_until
 from tests.gateway.world import MODEL, RunningGateway, World, deepseek_service, glm_service, write_checkpoint
+from tests.starting import starting
 
 
 @pytest.fixture(scope="session")
@@ -30,11 +31,7 @@ def world(checkpoint: Path) -> Iterator[World]:
 def start_world(checkpoint: Path) -> Iterator[Callable[..., World]]:
     """Starts worlds with flags of the gateway."""
     with ExitStack() as worlds:
-
-        def start(**flags: object) -> World:
-            return worlds.enter_context(World(checkpoint, CONTEXT, **flags))
-
-        yield start
+        yield lambda **flags: worlds.enter_context(World(checkpoint, CONTEXT, **flags))
 
 
 @pytest.fixture
@@ -63,17 +60,12 @@ def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start_gateway(checkpoint: Path) -> Iterator[Callable[..., RunningGateway]]:
-    running: list[RunningGateway] = []
-
     def start(**options: object) -> RunningGateway:
         options = {"port": 0, "control_port": 0, "served_model_name": (MODEL,), **options}
-        config = GatewayConfig(model_path=checkpoint, **options)  # type: ignore[arg-type]
-        running.append(RunningGateway(config))
-        return running[-1]
+        return RunningGateway(GatewayConfig(model_path=checkpoint, **options))  # type: ignore[arg-type]
 
-    yield start
-    for gateway in running:
-        gateway.stop()
+    with starting(start, RunningGateway.stop) as start_one:
+        yield start_one
 
 
 @pytest.fixture
@@ -84,15 +76,8 @@ def gateway(start_gateway: Callable[..., RunningGateway], request: pytest.Fixtur
 
 @pytest.fixture
 def start_decode(gateway: RunningGateway) -> Iterator[Callable[..., FakeDecodeNode]]:
-    nodes: list[FakeDecodeNode] = []
-
-    def start(**options: object) -> FakeDecodeNode:
-        nodes.append(FakeDecodeNode(gateway.control_address, **options))
-        return nodes[-1].start()
-
-    yield start
-    for node in nodes:
-        node.die()
+    with starting(FakeDecodeNode, FakeDecodeNode.die) as start:
+        yield lambda **options: start(gateway.control_address, **options).start()
 
 
 @pytest.fixture

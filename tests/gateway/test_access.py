@@ -228,16 +228,11 @@ def test_a_body_of_unknown_length_is_cut_off_where_it_is_too_large(start_gateway
     assert refused(gateway, "body_too_large") == 1
 
 
-def test_a_body_as_large_as_allowed_is_read(start_gateway: Start) -> None:
-    gateway = start_gateway(max_body_mib=1)
-    text = json.dumps({"prompt": ""})
-    answer = httpx.post(f"{gateway.url}/v1/completions", content=text + " " * ((1 << 20) - len(text)))
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
-
-
 def test_the_default_limit_of_a_body_is_1_mib_for_a_small_context(gateway: RunningGateway) -> None:
-    assert httpx.post(f"{gateway.url}/v1/completions", content=b" " * (1 << 20)).status_code == 400
-    assert httpx.post(f"{gateway.url}/v1/completions", content=b" " * ((1 << 20) + 1)).status_code == 413
+    text = json.dumps({"prompt": ""}).ljust(1 << 20)
+    answer = httpx.post(f"{gateway.url}/v1/completions", content=text)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt"), "it is read as a whole"
+    assert httpx.post(f"{gateway.url}/v1/completions", content=f"{text} ").status_code == 413
 
 
 @pytest.mark.parametrize("declared", [True, False])

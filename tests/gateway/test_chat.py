@@ -10,30 +10,15 @@ import pytest
 from tests.gateway.world import (
     GLM_TEMPLATE,
     LONG_CONTEXT,
+    MODEL,
     QUESTION,
+    WEATHER,
     World,
     dsml_call,
     dsml_calls,
     glm_call,
     write_checkpoint,
 )
-
-
-def streamed(stream: Any) -> tuple[dict[str, Any], str]:
-    """The message that the chunks of a stream make, and its finish reason."""
-    message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
-    reason = ""
-    for chunk in stream:
-        (choice,) = chunk.choices
-        reason = choice.finish_reason or reason
-        delta = choice.delta.model_dump()
-        for name in ("content", "reasoning_content"):
-            message[name] += delta.get(name) or ""
-        for call in delta["tool_calls"] or ():
-            if call["index"] == len(message["tool_calls"]):
-                message["tool_calls"].append({"id": call["id"], "name": call["function"]["name"], "arguments": ""})
-            message["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
-    return message, reason
 
 
 def test_an_agent_goes_on_for_five_turns(deepseek: World) -> None:
@@ -74,22 +59,21 @@ def test_an_agent_goes_on_for_five_turns(deepseek: World) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_content_and_calls_come_apart(glm: World, stream: bool) -> None:
     glm.says("Rome, then.</think>I look.\n" + glm_call("Rome") + glm_call("Paris"))
-    answer = glm.chat(QUESTION, stream=stream)
     if stream:
-        message, reason = streamed(answer)
-        calls = [(call["name"], call["arguments"]) for call in message["tool_calls"]]
-        assert len({call["id"] for call in message["tool_calls"]}) == 2
+        fields: dict[str, Any] = {"model": MODEL, "messages": [QUESTION], "tools": [WEATHER]}
+        with glm.client.chat.completions.stream(**fields) as events:
+            [choice] = events.get_final_completion().choices
     else:
-        reason, message = answer.choices[0].finish_reason, answer.choices[0].message.model_dump()
-        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
-        assert all("index" not in call for call in message["tool_calls"])
+        [choice] = glm.chat(QUESTION).choices
+    message = choice.message.model_dump()
     assert message["reasoning_content"] == "Rome, then."
     assert message["content"].strip() == "I look."
-    assert [(name, json.loads(arguments)) for name, arguments in calls] == [
-        ("weather", {"city": "Rome"}),
-        ("weather", {"city": "Paris"}),
-    ]
-    assert reason == "tool_calls"
+    functions = [call["function"] for call in message["tool_calls"]]
+    assert [function["name"] for function in functions] == ["weather", "weather"]
+    assert [json.loads(function["arguments"]) for function in functions] == [{"city": "Rome"}, {"city": "Paris"}]
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+    assert stream or all("index" not in call for call in message["tool_calls"])
+    assert choice.finish_reason == "tool_calls"
 
 
 @pytest.mark.parametrize("switch", [{"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}])

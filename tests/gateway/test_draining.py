@@ -12,12 +12,19 @@ from tests.gateway.nodes import wait_until
 from tests.gateway.world import RunningGateway, World
 
 
-def test_stopping_gateway_cancels_what_is_in_flight(fresh: World) -> None:
+@pytest.mark.parametrize(
+    ("fresh", "end"),
+    [({}, RunningGateway.stop), ({"drain_timeout": 0.3}, RunningGateway.drain)],
+    indirect=["fresh"],
+    ids=["stopped", "at the drain timeout"],
+)
+def test_what_still_streams_at_the_end_is_cancelled(fresh: World, end: Callable[[RunningGateway], None]) -> None:
     fresh.decode.hold_after = 1
     with fresh.stream() as data:
         next(data)
-        fresh.gateway.stop()
+        end(fresh.gateway)
         assert "shutting down" in next(data)
+    fresh.gateway.join()
     assert len(fresh.decode.cancelled) == 1
 
 
@@ -47,17 +54,6 @@ def test_a_draining_gateway_lets_streams_finish_and_takes_no_more(fresh: World) 
 def test_an_idle_gateway_drains_at_once(gateway: RunningGateway) -> None:
     gateway.drain()
     gateway.join()
-
-
-@pytest.mark.parametrize("fresh", [{"drain_timeout": 0.3}], indirect=True)
-def test_what_streams_at_the_drain_timeout_is_ended(fresh: World) -> None:
-    fresh.decode.hold_after = 1
-    with fresh.stream() as data:
-        next(data)
-        fresh.gateway.drain()
-        assert "shutting down" in next(data)
-    fresh.gateway.join()
-    assert len(fresh.decode.cancelled) == 1
 
 
 def test_restarted_gateway_finds_the_nodes_again(fresh: World, start_gateway: Callable[..., RunningGateway]) -> None:

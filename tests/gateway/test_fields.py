@@ -185,26 +185,6 @@ def test_usage_may_come_with_every_chunk(http: httpx.Client) -> None:
     assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
-@pytest.mark.parametrize("options", [{}, {"include_usage": True}], ids=["plain", "usage"])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_chunks_of_text_alone_equal_chunks_with_more(http: httpx.Client, path: str, options: dict[str, Any]) -> None:
-    """They are made in another way."""
-    prompt = {"messages": [{"role": "user", "content": '"né'}]} if "chat" in path else {"prompt": '"né'}
-    body = {**prompt, "max_tokens": 6, "n": 2, "stream": True, "stream_options": options}
-    made: list[list[str]] = []
-    for more in ({}, {"return_token_ids": True}):
-        chunks = chunks_of(http.post(path, json=body | more))
-        for chunk in chunks:
-            chunk["id"] = chunk["created"] = 0
-            chunk.pop("prompt_token_ids", None)
-            for choice in chunk["choices"]:
-                assert ("token_ids" in choice) == bool(more) or choice.get("delta", {}).get("role")
-                choice.pop("token_ids", None)
-                choice.pop("prompt_token_ids", None)
-        made.append(sorted(json.dumps(chunk) for chunk in chunks))
-    assert made[0] == made[1]
-
-
 HEAD, *ROWS = readme_rows("fields")
 ANY = {"guided_json", "output_config", "reasoning", "stream_options", "structured_outputs", "text"}
 """Fields that take any object."""

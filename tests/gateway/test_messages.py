@@ -13,6 +13,7 @@ from tests.gateway.world import (
     GLM_TEMPLATE,
     LONG_CONTEXT,
     MODEL,
+    QUESTION,
     WEATHER,
     RunningGateway,
     World,
@@ -29,7 +30,6 @@ TOOL: dict[str, Any] = {
     "description": "The weather of a city",
     "input_schema": WEATHER["function"]["parameters"],
 }
-QUESTION: dict[str, Any] = {"role": "user", "content": "How is it in Rome?"}
 
 
 def ask(service: World, *messages: dict[str, Any], **fields: Any) -> Any:
@@ -237,9 +237,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "maybe"}}, "tool_choice: expected a choice of type auto, any, tool or none"),
     ({"thinking": {"type": "much"}}, "thinking.type: "),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers: not supported here"),
-    ({"compaction": {"type": "enabled"}}, "compaction: not supported here"),
-    ({"n": 2}, "n: not supported here"),
-    ({"response_format": {"type": "json_object"}}, "response_format: not supported here"),
     ({"stop_sequences": "x"}, "stop_sequences: "),
     ({"temperature": 3}, "temperature: "),
     ({"max_tokens": 1 << 20}, "input length and `max_tokens` exceed context limit: "),

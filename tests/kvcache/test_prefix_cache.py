@@ -50,7 +50,7 @@ def as_full_as_at_start(pool: HostKVPool) -> bool:
     pool.prefixes.check_integrity()
     pool.check_integrity()
     pool.prefixes.clear()
-    return pool.free == pool.num_slots and pool.cached == pool.prefixes.cached_slots == 0
+    return pool.free == pool.num_slots and pool.cached == pool.prefixes.blocks.blocks == 0
 
 
 def test_two_that_compute_the_same_keep_it_once() -> None:
@@ -90,7 +90,7 @@ def test_what_cannot_be_had_costs_the_cache_nothing() -> None:
     held = pool.allocate(100)
     assert held is not None
     assert pool.allocate(200) is None
-    assert cache.cached_slots == 128
+    assert cache.blocks.blocks * BLOCK_TOKENS == 128
     pool.release(held)
 
 

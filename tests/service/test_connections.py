@@ -15,6 +15,7 @@ from service.http_server import HttpServer
 from service.status import StatusServer, bind_http, status_router
 from tests.e2e.cluster import wait_until
 from tests.service.raw_http import RawClient
+from tests.starting import starting
 
 HUGE = 8 << 20
 """More than the kernel buffers of a connection hold."""
@@ -68,15 +69,8 @@ class Served:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Served]]:
-    running: list[Served] = []
-
-    def start(**limits: float) -> Served:
-        running.append(Served(ConnectionLimits(**limits)))  # type: ignore[arg-type]
-        return running[-1]
-
-    yield start
-    for served in running:
-        served.server.stop()
+    with starting(Served, lambda served: served.server.stop()) as start:
+        yield lambda **limits: start(ConnectionLimits(**limits))
 
 
 def test_a_head_that_is_not_complete_in_time_ends_the_connection(serve: Callable[..., Served]) -> None:

@@ -16,6 +16,7 @@ from cli.serve import free_port
 from kvcache.block_cache import BlockCache
 from service.kv_events import KVEventPublisher, parse_kv_events
 from tests.e2e.cluster import wait_until
+from tests.starting import starting
 
 FIELDS: Mapping[str, str] = {
     "BlockStored": "block_hashes parent_block_hash token_ids block_size lora_id medium lora_name | extra_keys",
@@ -163,15 +164,8 @@ def publish() -> Iterator[Publish]:
 
 @pytest.fixture
 def subscribe() -> Iterator[Callable[..., Subscriber]]:
-    made: list[Subscriber] = []
-
-    def start(*options: Any, **named: Any) -> Subscriber:
-        made.append(Subscriber(*options, **named))
-        return made[-1]
-
-    yield start
-    for one in made:
-        one.close()
+    with starting(Subscriber, Subscriber.close) as start:
+        yield start
 
 
 @pytest.mark.parametrize("array_like", [True, False])

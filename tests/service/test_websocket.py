@@ -13,6 +13,7 @@ from service.websocket import GuardedWebSocket
 from tests.e2e.cluster import wait_until
 from tests.service.raw_http import RawClient
 from tests.service.test_connections import HUGE, Served
+from tests.starting import starting
 
 MESSAGE_BYTES = 1 << 20
 
@@ -45,15 +46,8 @@ class Echo(Served):
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Echo]]:
-    running: list[Echo] = []
-
-    def start(**limits: float) -> Echo:
-        running.append(Echo(**limits))
-        return running[-1]
-
-    yield start
-    for served in running:
-        served.server.stop()
+    with starting(Echo, lambda echo: echo.server.stop()) as start:
+        yield start
 
 
 @contextmanager

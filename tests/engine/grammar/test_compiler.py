@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from control.grammar import JSON_OBJECT, Grammar, JsonSchema, Lark, Regex, Structure, TextChoice
+from engine.grammar import CompilerBusy, GrammarError
 from engine.grammar.compiler import CompilerLimits, GrammarCompiler
-from engine.grammar.errors import CompilerBusy, GrammarError
 from tests.engine.grammar.small import accepts, vocabulary
 
 LIMITS = CompilerLimits(seconds=0.5, quick_seconds=0.2, threads=2)

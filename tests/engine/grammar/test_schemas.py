@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from control.grammar import MAX_TEXT, JsonSchema
-from engine.grammar.errors import GrammarError
+from engine.grammar import GrammarError
 from tests.engine.grammar.small import compiled, decode, write
 from tests.skips import impossible
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from control.grammar import JSON_OBJECT, JsonSchema, Lark, Regex, TextChoice
-from engine.grammar.errors import GrammarViolation
+from engine.grammar import GrammarViolation
 from engine.grammar.masks import MaskWriter
 from tests.engine.grammar.small import EOS, SIZE, TOOL_CALL, allowed, compiled, encode, id_of, vocabulary
 

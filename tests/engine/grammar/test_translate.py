@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from control.grammar import JSON_OBJECT, JsonSchema, Lark, Regex, Structure, TextChoice
-from engine.grammar.errors import GrammarError
+from engine.grammar import GrammarError
 from gateway.formats.tools import CallRules, ToolSet
 from tests.engine.grammar.small import (
     END_OF_THINKING,

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from control.grammar import Grammar, TextChoice
-from engine.grammar.errors import UnsupportedTokenizer
+from engine.grammar import UnsupportedTokenizer
 from engine.grammar.proofs import Proofs
 from engine.grammar.state import CompiledGrammar
 from engine.grammar.vocabulary import Vocabulary
