@@ -127,7 +127,6 @@ class HiSparseCoordinator:
                 self.device.make_resident(row)
         else:
             self._residency.reset_empty(row)
-            self.residents.pause(self._begun)
         limit = self.device.max_context if limit is None else limit
         self._running[request_id] = RunningRequest(row, host_slots, num_tokens, limit, room=num_tokens)
         return True

@@ -14,8 +14,6 @@ log = structlog.get_logger(__name__)
 
 _CALM_STEPS = 256
 """After slots were short, no fill begins for that many steps."""
-_COLD_STEPS = 4
-"""The steps after a long row was admitted miss most, so fills leave them the link to host memory."""
 _FETCHED = 256
 """About as many positions of a long row are fetched in each step. A fill has to save more than it copies."""
 
@@ -68,14 +66,10 @@ class ResidentRows:
         self._running = running
         self._calm_until = 0
         """The step from which on a fill may begin."""
-        self._cold_until = 0
-        """The step from which on fills go on."""
 
     def fill(self, step: int) -> None:
         """Go on with the fill of a row, or begin one."""
         self.filler.poll()
-        if step < self._cold_until:
-            return
         if self.filler.is_idle and self.enabled and step >= self._calm_until:
             self._start()
         request = next((request for request in self._running if request.row == self.filler.row), None)
@@ -91,10 +85,6 @@ class ResidentRows:
         elif self.filler.row is None:
             # It failed, or the row has outgrown it: the next one might do the same.
             self._keep_calm(step)
-
-    def pause(self, step: int) -> None:
-        """A long row was admitted, with an empty hot buffer."""
-        self._cold_until = step + _COLD_STEPS
 
     def reclaim(self, step: int) -> bool:
         """Make the row long that gives back most slots. False if none gives any.

@@ -21,8 +21,6 @@ from model.loader import choose_backend
 from model.roofline import RankModel
 from model.sparse_model import SparseModel
 
-_STEPS_BEFORE_A_FILL = 8
-"""More than pass before the first fill begins, or the next one."""
 _STEPS_THAT_MISS_NOTHING = 64
 """Before those that are timed, where no buffer has to settle: as many tokens are selected in a run, as a text's newest
 ones are, and top-k takes a microsecond longer for runs."""
@@ -119,11 +117,10 @@ class DecodingBatch:
         step in which rows became resident."""
         self.requests.restart()
         selected.begin(self._spec.num_index_layers, len(self.requests.ids), self.pool.device)
-        filling, idle = list[float](), 0 if self.requests.coordinator.residents.enabled else _STEPS_BEFORE_A_FILL
-        while idle < _STEPS_BEFORE_A_FILL:
+        filling, idle = list[float](), 0 if self.requests.coordinator.residents.enabled else 2
+        while idle < 2:  # a fill ends in one step, and the next one begins in the step after
             filling.append(self._step_ms(selected))
             idle = idle + 1 if self.requests.are_filled else 0
-        del filling[max(0, len(filling) - idle) :]
         misses_nothing = self.whole == len(self.requests.ids)
         for _ in range(_STEPS_THAT_MISS_NOTHING if misses_nothing else selected.settle()):
             self._step_ms(selected)

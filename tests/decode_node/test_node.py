@@ -283,8 +283,7 @@ def test_what_a_node_owes_and_what_it_cannot_use_are_exported(running: Running) 
     until(lambda: value("quarantine_seconds") == 0)
 
 
-def test_rows_and_their_hot_slots_are_exported_by_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hisparse.resident_rows._COLD_STEPS", 0)
+def test_rows_and_their_hot_slots_are_exported_by_state() -> None:
     h = World(device_slots=180)
     node = node_of(h, Shell(h.control, h.metrics))
 

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from base.errors import StartupError
-from hisparse import resident_rows
 from hisparse.config import parse_config
 from hisparse.sizing import GIB, Sizes, describe, plan_sizes
 from hisparse.tiers import build_tiers, largest_buffer
@@ -223,11 +222,8 @@ def test_device_slots_can_be_limited() -> None:
 
 
 @pytest.mark.parametrize(("slabs", "whole"), [(49, 0), (50, 1), (81, 1), (82, 2)])
-def test_as_many_requests_become_resident_as_sizing_says(
-    slabs: int, whole: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_many_requests_become_resident_as_sizing_says(slabs: int, whole: int) -> None:
     """Of 1,000 tokens, which take 32 slabs, in addition to two buffers of 9."""
-    monkeypatch.setattr(resident_rows, "_COLD_STEPS", 0)
     sizes = plan(
         '{"device_buffer_size": 256, "host_pool_gib": 0.05}', top_k=64, context=1000, max_device_slots=slabs * 32
     )

@@ -25,7 +25,6 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filling, "_CATCH_UP", 2)
     monkeypatch.setattr(filling, "_LEAST_SLACK", 12)
     monkeypatch.setattr(resident_rows, "_CALM_STEPS", CALM)
-    monkeypatch.setattr(resident_rows, "_COLD_STEPS", 0)
 
 
 class Held:
@@ -180,20 +179,6 @@ def test_after_a_row_outgrew_its_fill_none_begins_for_a_while(monkeypatch: pytes
             t.step(["r"], rng)
         assert t.coordinator.residents.filler.row == t.coordinator.row("r")
         assert not t.device.is_resident(t.coordinator.row("r"))
-
-
-def test_fills_pause_for_the_first_steps_of_a_new_long_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resident_rows, "_COLD_STEPS", 2)
-    with held_tiers() as (t, stream):
-        filler, rng, copied = t.coordinator.residents.filler, random.Random(0), []
-        for name in ("r", "s"):
-            assert t.admit(name, seed=1, num_tokens=20)
-            for _ in range(2):
-                t.step(["r"], rng)
-                copied.append(filler.copied_bytes)
-                stream.run()
-        assert copied[0] == 0 < copied[1] == copied[2] < copied[3]
-        assert filler.row == t.coordinator.row("r")
 
 
 @pytest.mark.parametrize("more", [9, 10])

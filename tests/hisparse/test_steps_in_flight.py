@@ -8,7 +8,6 @@ from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import numpy as np
 from hypothesis import settings
@@ -48,7 +47,6 @@ class StepsInFlight(RuleBasedStateMachine):
     @initialize(drafts=st.integers(0, 3), resident_rows=st.booleans())
     def start(self, drafts: int, resident_rows: bool) -> None:
         self.cleanup = ExitStack()
-        self.cleanup.enter_context(mock.patch("hisparse.resident_rows._COLD_STEPS", 0))
         self.window, self.width = max(1, 2 * drafts), 1 + drafts
         sizes = {"num_host_slots": NUM_HOST_SLOTS, "num_device_slots": 36, "num_index_pages": 24, "max_requests": 4}
         made = tiers(**sizes, resident_rows=resident_rows, window=self.window, verify=False)  # type: ignore[arg-type]
