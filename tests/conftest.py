@@ -14,6 +14,7 @@ import hypothesis
 import pytest
 import structlog
 
+import base.logs
 from tests.skips import pytest_runtest_makereport
 from tests.slow import pytest_collection_modifyitems
 
@@ -31,6 +32,9 @@ os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 # By default a traceback is drawn with all local variables, which takes a tenth of a second.
 _plain = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
 structlog.configure(processors=[*structlog.get_config()["processors"][:-1], _plain])
+# A node that a test starts in this process leaves the logs alone: loggers keep the first processors that they use, and
+# `capture_logs` sees nothing of them after the next node has configured others.
+base.logs.configure_logging = lambda *_: None
 
 
 def pytest_collection_finish() -> None:

@@ -181,19 +181,19 @@ def test_the_swap_in_kernel_does_what_the_oracle_does(
 @pytest.mark.parametrize(
     ("queries", "window", "top_k", "hot_size", "block_size", "cluster", "steps", "seen"),
     [
-        (1, 2, 3, 5, 32, 1, 20, None),
         (1, 6, 40, 64, 64, 2, 15, None),
         (2, 2, 1, 1, 32, 2, 20, 1),
-        (2, 2, 40, 64, 64, 1, 20, 3),
         (2, 4, 64, 64, 32, 4, 12, None),
-        (2, 2, 30, 70, 32, 2, 15, None),
         (3, 4, 6, 6, 64, 8, 12, None),
         (3, 4, 50, 101, 64, 2, 15, 5),
-        (3, 4, 100, 130, 128, 1, 12, None),
         (4, 6, 3, 5, 32, 1, 25, None),
         (4, 6, 40, 64, 64, 4, 12, 4),
-        (4, 6, 64, 150, 64, 1, 12, None),
-        (4, 6, 20, 300, 32, 2, 12, None),
+        pytest.param(1, 2, 3, 5, 32, 1, 20, None, marks=pytest.mark.slow),
+        pytest.param(2, 2, 40, 64, 64, 1, 20, 3, marks=pytest.mark.slow),
+        pytest.param(2, 2, 30, 70, 32, 2, 15, None, marks=pytest.mark.slow),
+        pytest.param(3, 4, 100, 130, 128, 1, 12, None, marks=pytest.mark.slow),
+        pytest.param(4, 6, 64, 150, 64, 1, 12, None, marks=pytest.mark.slow),
+        pytest.param(4, 6, 20, 300, 32, 2, 12, None, marks=pytest.mark.slow),
     ],
 )
 def test_queries_of_a_request_are_resolved_as_the_oracle_does(

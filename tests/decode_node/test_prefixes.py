@@ -233,7 +233,7 @@ def test_after_violations_nothing_stays() -> None:
     h.run()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [1, 2, pytest.param(0, marks=pytest.mark.slow)])
 def test_whatever_happens_no_slot_is_lost_and_no_kv_is_another_prompts(seed: int) -> None:
     """Conversations that share beginnings, in a pool that is too small: evictions, drops, retractions, aborts, lost
     attempts and steps that fail."""

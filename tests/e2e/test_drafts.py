@@ -25,17 +25,8 @@ def drafting(cluster: Cluster, drafts: int, ranks: int = 1) -> None:
     cluster.wait_ready(decode=ranks)
 
 
-@pytest.mark.parametrize(
-    ("drafts", "family"),
-    [
-        (2, FAMILIES[1]),
-        *(
-            pytest.param(drafts, family, marks=pytest.mark.slow)
-            for drafts, family in product((3, 2, 1), FAMILIES)
-            if (drafts, family) != (2, FAMILIES[1])
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("drafts", "family"), list(product((3, 2, 1), FAMILIES)))
 def test_greedy_tokens_with_drafts_equal_transformers(
     start_cluster: StartCluster, references: References, drafts: int, family: str
 ) -> None:

@@ -224,8 +224,8 @@ class Node:
             assert FORMAT.index_keys(self.host.index_keys[layer][at]).tolist() == expected
 
 
-@pytest.mark.parametrize(("hot_size", "page"), [(4, 4), (6, 4), (6, 16), (13, 4)])
-@pytest.mark.parametrize("drafts", [0, 1, 2, 3])
+@pytest.mark.parametrize(("hot_size", "page"), [(4, 4), pytest.param(6, 4, marks=pytest.mark.slow), (6, 16), (13, 4)])
+@pytest.mark.parametrize("drafts", [0, 1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_whatever_is_accepted_queries_read_right_bytes(drafts: int, hot_size: int, page: int) -> None:
     cut = 0
     for seed in range(2):

@@ -75,7 +75,9 @@ def _seed(number: int) -> torch.Generator:
     return torch.Generator().manual_seed(number)
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(2, "float32"), (4, "float32"), (2, "bfloat16")])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(2, "float32"), pytest.param(4, "float32", marks=pytest.mark.slow), (2, "bfloat16")]
+)
 def test_layers_whose_experts_are_divided_compute_what_whole_ones_do(tmp_path: Path, size: int, dtype: str) -> None:
     """As tests/gpu/test_ranks.py has it on GPUs."""
     write_tiny_checkpoint(tmp_path / "tiny", "deepseek_v32", seed=3)
