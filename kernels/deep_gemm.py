@@ -1,6 +1,6 @@
 """Products of a prompt by DeepGEMM (github.com/deepseek-ai/DeepGEMM), where `sgl-deep-gemm` is installed."""
 
-import importlib
+import importlib.util
 from functools import cache
 from typing import Any
 
@@ -54,10 +54,10 @@ def deep_gemm(tokens: int, device: torch.device) -> DeepGemm | None:
 @cache
 def _on(device: torch.device) -> DeepGemm | None:
     """The library, if it multiplies small matrices right. Logs what was found."""
+    if importlib.util.find_spec("deep_gemm") is None:
+        return None
     try:
         library = importlib.import_module("deep_gemm")
-    except ModuleNotFoundError:
-        return None
     except Exception as error:
         log.warning("DeepGEMM does not load: prompts are computed without it", error=str(error))
         return None
