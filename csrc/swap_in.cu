@@ -1,5 +1,5 @@
 // Swap-in: decide cuts, hits and victims of one decode step in one index layer (resolve), and bring the missing items of
-// its first layers from pinned host memory (fetch). The policy is that of hisparse/residency.py.
+// layers of its group from pinned host memory (fetch). The policy is that of hisparse/residency.py.
 //
 // A cluster of blocks serves one request, so that a lone request still keeps enough loads in flight to fill the PCIe link.
 // Each block looks up its share of the selected positions and sends it to the others. Every block then runs the whole clock

@@ -18,7 +18,7 @@ from kvcache.host_pool import HostKVPool
 _AHEAD_BLOCKS = 16
 """Fewer copy for longer than earlier layers compute, and more slow these down (docs/benchmarks.md)."""
 _FEW_QUERIES = 2
-"""What so many miss is copied in the time of a fork and the waits for it: the resolve fetches all layers of a group."""
+"""Up to this number `resolve` fetches all layers of a group: it takes no longer than a fork and the waits for it."""
 _INDEX_TYPES: dict[torch.dtype, IndexType] = {torch.int32: "int32", torch.int64: "int64"}
 
 
@@ -40,8 +40,8 @@ class CudaSwapIn(SwapInBackend):
     `resolve` also fetches the first layer of the index layer's group, which the step asks for next, so copies start as
     soon as the misses are known. The group's other layers are copied ahead, one after the other, on a stream of their
     own with few blocks; `fetch` has the step's stream wait for a layer's copy. For one or two queries `resolve` fetches
-    all layers of the group. Only `drain` waits for the device, and a
-    plan's tensors come from torch's allocator, so a step may be captured in a CUDA graph.
+    all layers of the group. Only `drain` waits for the device, and a plan's tensors come from torch's allocator, so a
+    step may be captured in a CUDA graph.
 
     top_k: the most positions that a query selects. block_size: threads per block of the kernel, chosen if None. Raises
     StartupError if the kernel would need more shared memory than the device has, or the pools are not what it needs.
@@ -101,7 +101,7 @@ class CudaSwapIn(SwapInBackend):
         identity: torch.Tensor,
         cluster: int | None = None,
     ) -> CudaSwapInPlan:
-        """Resolve, and fetch so many of the group's layers, from its first.
+        """Resolve, and fetch the misses in the first `fetch` layers of the group.
 
         rows, newest: both int32 or both int64 [batch], below 0 for padding. identity: of the same type, see StepBatch.
         queries: of the same type; where the window is 1, each row has one, at its newest position. positions: int32 or
