@@ -17,7 +17,7 @@ NODES = ("prefill_node", "decode_node")
 LIMITS = {
     "lines of the product": 44140,
     "files of the product": 292,
-    "lines of tests": 50160,
+    "lines of tests": 50170,
 }
 BANNED: dict[str, tuple[str, tuple[str, ...]]] = {
     # A pattern of a line, and the packages that it must not be in; with `-`, those that it may be in; with none, all.

@@ -3,6 +3,8 @@
 import json
 import random
 
+import pytest
+
 from tests.e2e.asking import Job, complete
 from tests.e2e.cluster import Node, wait_until
 from tests.e2e.conftest import References, StartPair
@@ -20,6 +22,7 @@ def pools(node: Node) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 def test_aborts_among_exact_answers(start_pair: StartPair, references: References, disable_cuda_graph: bool) -> None:
     """Corruption under concurrent transfers (vllm 44238, sglang 23020) and late writes (sglang PRs 24580, 31357)."""
     config = json.dumps({"device_buffer_size": 128, "host_pool_gib": 0.015})

@@ -82,6 +82,7 @@ def counts(answer: dict[str, Any]) -> tuple[int, int]:
     return details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ASKED)
 def test_an_answer_with_drafts_is_that_without(name: str, both: tuple[dict[str, Any], dict[str, Any]]) -> None:
     expected, found = (one[name] for one in both)

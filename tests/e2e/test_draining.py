@@ -100,6 +100,7 @@ def test_a_prefill_node_finishes_the_prompt_that_it_computes(start_pair: StartPa
     assert decode.metric("host_slots", state="quarantined") == 0
 
 
+@pytest.mark.slow
 def test_a_request_waits_for_the_successor_of_a_prefill_node(start_pair: StartPair, references: References) -> None:
     """A rolling update of a single prefill node: what it had not begun is computed by the process that replaces it."""
     cluster, prefill, decode = start_pair(

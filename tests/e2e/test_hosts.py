@@ -197,6 +197,7 @@ def test_a_partition_between_two_nodes_costs_their_requests_a_retry(site: Site) 
     assert decode.metric("prefill_retries_total") - retries < 10
 
 
+@pytest.mark.slow
 def test_a_prefill_node_that_restarts_at_another_address_is_used_at_once(site: Site) -> None:
     prefill = site.prefill[1]
     with site.under_load():

@@ -75,6 +75,7 @@ def test_every_rank_is_exact(start_cluster: StartCluster, references: References
     assert_ranks_exact(cluster, decode, references[family], ranks, ROUNDS)
 
 
+@pytest.mark.slow
 def test_ranks_sleep_without_work_and_drain_if_one_does(start_cluster: StartCluster, references: References) -> None:
     cluster = start_cluster()
     cluster.prefill()

@@ -135,6 +135,7 @@ def test_the_demo_finds_the_pass_keys_and_leaves_nothing_behind() -> None:
     assert all_gone(children)
 
 
+@pytest.mark.slow
 def test_serve_that_is_asked_to_end_finishes_what_its_clients_wait_for(serve: Serve, references: References) -> None:
     process, url = serve()
     children = children_of(process)

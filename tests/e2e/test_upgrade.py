@@ -6,6 +6,8 @@ from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 
+import pytest
+
 from cli.serve import free_port
 from control.codec import PROTOCOL_VERSION
 from tests.e2e.asking import Job, Load, ids_in, random_prompts, streamed
@@ -36,6 +38,7 @@ def ends(node: Node) -> None:
     assert node.process.wait(timeout=60) == 0, node.log[-3000:]
 
 
+@pytest.mark.slow
 def test_a_fleet_changes_its_wire_version_and_no_request_fails(
     start_cluster: StartCluster, references: References, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 import math
 import re
 import sys
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -164,8 +165,9 @@ def test_buffers_are_the_largest_that_all_requests_can_have(
     could_grow = size + 128 <= most and running * (sizes.buffer_slabs + 4) * 32 <= (max_slots or math.inf)
     if sizes.whole_requests < running and could_grow:
         given_size = pool + f', "device_buffer_size": {size + 128}}}'
-        larger = plan(given_size, **options)
-        assert not larger.has_all_buffers or larger.asked_hot_slabs < running * larger.buffer_slabs, "it does not fit"
+        with suppress(StartupError):  # not even one request fits
+            larger = plan(given_size, **options)
+            assert not larger.has_all_buffers or larger.asked_hot_slabs < running * larger.buffer_slabs, "does not fit"
 
 
 def test_a_buffer_that_is_given_stays_as_it_is() -> None:

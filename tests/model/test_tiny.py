@@ -35,6 +35,7 @@ def test_the_same_seed_gives_the_same_files(checkpoints: dict[str, Path], tmp_pa
         assert (tmp_path / file.name).read_bytes() == file.read_bytes(), file.name
 
 
+@pytest.mark.slow
 def test_a_larger_vocabulary_is_learned_from_text_and_still_has_every_byte(tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path, "glm_moe_dsa", seed=2, layers=2, vocab_size=700)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
