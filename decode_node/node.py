@@ -143,7 +143,6 @@ class DecodeNode:
             metrics.swap_in_hits: swapped.hits,
             metrics.swap_in_misses: swapped.misses,
             metrics.swap_in_bytes: swapped.bytes,
-            metrics.swap_in_ahead_bytes: swapped.ahead_bytes,
             metrics.swap_in_violations: swapped.violations,
             metrics.filled_bytes: residents.filler.copied_bytes,
             metrics.shrunk_rows: residents.shrunk,

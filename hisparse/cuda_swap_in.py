@@ -19,8 +19,6 @@ _AHEAD_BLOCKS = 16
 """Fewer copy for longer than earlier layers compute, and more slow these down (docs/benchmarks.md)."""
 _FEW_QUERIES = 2
 """Up to this number `resolve` fetches all layers of a group: it takes no longer than a fork and the waits for it."""
-_BYTES, _AHEAD_BYTES = 2, 4
-"""Places in the counters; the first four are `Counter` of csrc/request.cuh."""
 _INDEX_TYPES: dict[torch.dtype, IndexType] = {torch.int32: "int32", torch.int64: "int64"}
 
 
@@ -68,7 +66,7 @@ class CudaSwapIn(SwapInBackend):
         self._layout = host.layout
         self._top_k = top_k
         self._block_size = block_size
-        self._counters = torch.zeros(5, dtype=torch.int64, device=self._on)
+        self._counters = torch.zeros(4, dtype=torch.int64, device=self._on)
         self._reading = torch.cuda.Stream(self._on)  # type: ignore[no-untyped-call]
         self._ahead = torch.cuda.Stream(self._on)  # type: ignore[no-untyped-call]
         for pools in ((host.kv, device.kv), (host.index_keys, self.device_index_keys)):
@@ -150,19 +148,17 @@ class CudaSwapIn(SwapInBackend):
         self._ahead.wait_stream(torch.cuda.current_stream(self._on))
         with torch.cuda.stream(self._ahead):
             for layer in layers:
-                self._copy_misses(plan, layer, counter=_AHEAD_BYTES, most_blocks=_AHEAD_BLOCKS)
+                self._copy_misses(plan, layer, _AHEAD_BLOCKS)
                 plan.ahead[layer] = self._ahead.record_event()
 
-    def _copy_misses(
-        self, plan: CudaSwapInPlan, layer: int, counter: int = _BYTES, most_blocks: int | None = None
-    ) -> None:
+    def _copy_misses(self, plan: CudaSwapInPlan, layer: int, most_blocks: int | None = None) -> None:
         copy_items(
             self.host.kv[layer : layer + 1],
             self.device.kv[layer : layer + 1],
             plan.miss_host_slots,
             plan.miss_device_slots,
             counts=plan.miss_counts,
-            copied_bytes=self._counters[counter].data_ptr(),
+            copied_bytes=self._counters.data_ptr() + 2 * self._counters.itemsize,
             most_blocks=most_blocks,
         )
 
@@ -175,8 +171,8 @@ class CudaSwapIn(SwapInBackend):
         Read on a stream of their own, so that a scrape neither waits for the launches of a step nor comes between them.
         """
         with torch.cuda.stream(self._reading):
-            hits, misses, in_step, violations, ahead = self._counters.tolist()
-        return SwapInCounters(hits, misses, in_step + ahead, violations, ahead)
+            hits, misses, num_bytes, violations = self._counters.tolist()
+        return SwapInCounters(hits, misses, num_bytes, violations)
 
     def _copy(
         self, source: torch.Tensor, target: torch.Tensor, from_slots: torch.Tensor, to_slots: torch.Tensor

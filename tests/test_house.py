@@ -15,7 +15,7 @@ SOURCES = (".py", ".cu", ".cuh")
 NODES = ("prefill_node", "decode_node")
 # A limit is what was reached, rounded up. Lower it with every change that makes room. Only a feature raises it.
 LIMITS = {
-    "lines of the product": 44150,
+    "lines of the product": 44140,
     "files of the product": 292,
     "lines of tests": 50170,
 }

@@ -228,15 +228,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             },
             "Of the selected items, those that were in the hot buffer.",
         ),
-        Panel(
-            "Fetched from the host",
-            "Bps",
-            {
-                "{{instance}}": rate("hisparse_pd_swap_in_bytes_total", DECODE),
-                "{{instance}}, ahead": rate("hisparse_pd_swap_in_ahead_bytes_total", DECODE),
-            },
-            "ahead: while earlier layers compute, for layers that share a selection. A step waits for all else.",
-        ),
+        Panel("Fetched from the host", "Bps", {"{{instance}}": rate("hisparse_pd_swap_in_bytes_total", DECODE)}),
         Panel(
             "Swap-in violations",
             "short",
