@@ -98,6 +98,13 @@ class Metrics:
         self.swap_in_hits = counter("swap_in_hits_total", "Selected items that were in the hot buffer.")
         self.swap_in_misses = counter("swap_in_misses_total", "Selected items fetched from the host pool.")
         self.swap_in_bytes = counter("swap_in_bytes_total", "Bytes fetched from the host pool into hot buffers.")
+        self.swap_in_ahead_bytes = counter(
+            "swap_in_ahead_bytes_total", "Those of swap_in_bytes_total that are copied while earlier layers compute."
+        )
+        self.swap_in_ahead_wait = counter(
+            "swap_in_ahead_wait_seconds_total",
+            "Time that steps waited for what is copied ahead, estimated from one group of layers.",
+        )
         self.swap_in_violations = counter(
             "swap_in_violations_total", "Selected items that swap-in could not serve: a bug, and wrong tokens."
         )

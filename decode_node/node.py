@@ -61,7 +61,7 @@ class DecodeNode:
         self._coordinator = coordinator
         self._membership = membership
         self._ranks = ranks
-        self._exported: dict[Counter, int] = {}
+        self._exported: dict[Counter, float] = {}
         """The counts that /metrics has; only the thread that refreshes metrics uses it."""
         self._violations = 0
         """Swap-in violations that the loop has handled."""
@@ -143,6 +143,8 @@ class DecodeNode:
             metrics.swap_in_hits: swapped.hits,
             metrics.swap_in_misses: swapped.misses,
             metrics.swap_in_bytes: swapped.bytes,
+            metrics.swap_in_ahead_bytes: swapped.ahead_bytes,
+            metrics.swap_in_ahead_wait: swapped.ahead_wait_s,
             metrics.swap_in_violations: swapped.violations,
             metrics.filled_bytes: residents.filler.copied_bytes,
             metrics.shrunk_rows: residents.shrunk,

@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -13,12 +14,15 @@ from hisparse.swap_in import Span, StepBatch, SwapInBackend, SwapInCounters, Swa
 from kernels.copy_items import are_aligned, copy_items, copy_kernel
 from kernels.launch import DeviceKernel, reads_registered_memory, shared_memory_limit
 from kernels.swap_in import IndexType, SwapInParams, SwapInSpecialization, default_block_size, seen_bits
+from kernels.wait_time import WaitTimer
 from kvcache.host_pool import HostKVPool
 
 _AHEAD_BLOCKS = 16
 """Fewer copy for longer than earlier layers compute, and more slow these down (docs/benchmarks.md)."""
 _FEW_QUERIES = 2
 """Up to this number `resolve` fetches all layers of a group: it takes no longer than a fork and the waits for it."""
+_BYTES, _AHEAD_BYTES = 2, 4
+"""Places in the counters; the first four are `Counter` of csrc/request.cuh."""
 _INDEX_TYPES: dict[torch.dtype, IndexType] = {torch.int32: "int32", torch.int64: "int64"}
 
 
@@ -66,9 +70,14 @@ class CudaSwapIn(SwapInBackend):
         self._layout = host.layout
         self._top_k = top_k
         self._block_size = block_size
-        self._counters = torch.zeros(4, dtype=torch.int64, device=self._on)
+        self._counters = torch.zeros(5, dtype=torch.int64, device=self._on)
         self._reading = torch.cuda.Stream(self._on)  # type: ignore[no-untyped-call]
         self._ahead = torch.cuda.Stream(self._on)  # type: ignore[no-untyped-call]
+        # One group stands for all: to measure every wait takes longer than the waits.
+        self._wait_timer = WaitTimer(self._on)
+        groups = [self._layout.layers_of(index_layer)[1:] for index_layer in range(self._layout.num_index_layers)]
+        self._copied_ahead = [layers for layers in groups if layers]
+        self._timed = self._copied_ahead[len(self._copied_ahead) // 2] if self._copied_ahead else ()
         for pools in ((host.kv, device.kv), (host.index_keys, self.device_index_keys)):
             copy_kernel(self._on, pools[0].shape[-1], are_aligned(*pools))
         self._kernels: dict[tuple[int, torch.dtype, torch.dtype], DeviceKernel] = {}
@@ -139,7 +148,8 @@ class CudaSwapIn(SwapInBackend):
     def fetch(self, plan: SwapInPlan, layer: int) -> None:
         assert isinstance(plan, CudaSwapInPlan)
         if layer in plan.ahead:
-            torch.cuda.current_stream(self._on).wait_event(plan.ahead[layer])
+            with self._wait_timer.wait() if layer in self._timed else nullcontext():
+                torch.cuda.current_stream(self._on).wait_event(plan.ahead[layer])
         elif layer not in plan.fetched:
             self._copy_misses(plan, layer)
 
@@ -148,17 +158,19 @@ class CudaSwapIn(SwapInBackend):
         self._ahead.wait_stream(torch.cuda.current_stream(self._on))
         with torch.cuda.stream(self._ahead):
             for layer in layers:
-                self._copy_misses(plan, layer, _AHEAD_BLOCKS)
+                self._copy_misses(plan, layer, counter=_AHEAD_BYTES, most_blocks=_AHEAD_BLOCKS)
                 plan.ahead[layer] = self._ahead.record_event()
 
-    def _copy_misses(self, plan: CudaSwapInPlan, layer: int, most_blocks: int | None = None) -> None:
+    def _copy_misses(
+        self, plan: CudaSwapInPlan, layer: int, counter: int = _BYTES, most_blocks: int | None = None
+    ) -> None:
         copy_items(
             self.host.kv[layer : layer + 1],
             self.device.kv[layer : layer + 1],
             plan.miss_host_slots,
             plan.miss_device_slots,
             counts=plan.miss_counts,
-            copied_bytes=self._counters.data_ptr() + 2 * self._counters.itemsize,
+            copied_bytes=self._counters[counter].data_ptr(),
             most_blocks=most_blocks,
         )
 
@@ -171,8 +183,10 @@ class CudaSwapIn(SwapInBackend):
         Read on a stream of their own, so that a scrape neither waits for the launches of a step nor comes between them.
         """
         with torch.cuda.stream(self._reading):
-            hits, misses, num_bytes, violations = self._counters.tolist()
-        return SwapInCounters(hits, misses, num_bytes, violations)
+            hits, misses, in_step, violations, ahead = self._counters.tolist()
+            waited_s = self._wait_timer.waited.item() / 1e9
+        waited_s *= sum(map(len, self._copied_ahead)) / max(1, len(self._timed))
+        return SwapInCounters(hits, misses, in_step + ahead, violations, ahead, waited_s)
 
     def _copy(
         self, source: torch.Tensor, target: torch.Tensor, from_slots: torch.Tensor, to_slots: torch.Tensor

@@ -72,6 +72,9 @@ class SwapInPlan:
 class SwapInCounters:
     """Monotonic totals. Hits and misses are counted once per index layer, bytes once per layer.
 
+    ahead_bytes: those of `bytes` that are copied while earlier layers compute. A step waits for the others.
+    ahead_wait_s: how long steps waited for these, estimated from the waits in one group of layers.
+
     violations: broken invariants. These are selected positions beyond the query's or below -1, which are taken for -1,
     and misses without a host slot or a device slot, for which nothing is copied. Tokens of some running request are
     wrong then. No backend raises for them: a device finds them after the caller has gone on.
@@ -81,6 +84,8 @@ class SwapInCounters:
     misses: int
     bytes: int
     violations: int
+    ahead_bytes: int = 0
+    ahead_wait_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -228,7 +228,21 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             },
             "Of the selected items, those that were in the hot buffer.",
         ),
-        Panel("Fetched from the host", "Bps", {"{{instance}}": rate("hisparse_pd_swap_in_bytes_total", DECODE)}),
+        Panel(
+            "Fetched from the host",
+            "Bps",
+            {
+                "{{instance}}": rate("hisparse_pd_swap_in_bytes_total", DECODE),
+                "{{instance}}, ahead": rate("hisparse_pd_swap_in_ahead_bytes_total", DECODE),
+            },
+            "ahead: while earlier layers compute, for layers that share a selection. A step waits for all else.",
+        ),
+        Panel(
+            "Waiting for what is copied ahead",
+            "percentunit",
+            {"{{instance}}": rate("hisparse_pd_swap_in_ahead_wait_seconds_total", DECODE)},
+            "Share of the time; the copies that steps do not wait for are hidden.",
+        ),
         Panel(
             "Swap-in violations",
             "short",

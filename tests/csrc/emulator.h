@@ -8,6 +8,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -28,6 +29,8 @@ struct dim3 { unsigned x, y, z; };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 struct float2 { float x, y; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+
+inline unsigned long long emulated_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 
 struct Barrier {
     int expected = 0, arrived = 0;

@@ -15,6 +15,7 @@ _HERE = Path(__file__).parent
 _IN_PTX = {  # by how the statement begins
     r'asm volatile\("" :.*?\);': "",
     r'asm volatile\("prefetch\..*?\);': "",
+    r'asm volatile\("mov\.u64.*?globaltimer.*?\);': "now = emulated_ns();",
     r'asm volatile\("griddepcontrol\..*?\);': "",
     r'asm volatile\("setmaxnreg\..*?\);': "",
     r'asm volatile\("mbarrier[^"]*" ::"r"\(shared_address\(gate_\)\), "r"\(threads.*?\);': "make_gate(gate_, threads);",
@@ -47,6 +48,7 @@ _IN_PTX = {  # by how the statement begins
 _PARAMS = {
     "swap_in": "SwapInParams",
     "copy_items": "CopyItemsParams",
+    "wait_time": "WaitTimeParams",
     "top_k": "TopKParams",
     "score_pages": "ScorePagesParams",
     "score_prompt": "ScorePromptParams",

@@ -1,6 +1,7 @@
 """The kernels' own source, run on the CPU, decides and copies what the CPU backend does."""
 
 import random
+import time
 from itertools import cycle
 
 import pytest
@@ -10,6 +11,7 @@ from hisparse.residency import Residency
 from hisparse.swap_in import Span
 from kernels.copy_items import CopyItemsParams, CopySpecialization
 from kernels.swap_in import SwapInParams, SwapInSpecialization, hot_granule, seen_bits
+from kernels.wait_time import WaitTimeParams, WaitTimeSpecialization
 from tests.csrc.emulator import COMPILER, EmulatedKernel
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -285,3 +287,15 @@ def test_items_of_any_size_are_copied_whole_and_nothing_else(item_bytes: int, of
                 expected[:, offset + new * item_bytes : offset + (new + 1) * item_bytes] = item
     assert torch.equal(target, expected)
     assert int(total) == int(counts.sum()) * item_bytes * layers
+
+
+def test_waits_add_up() -> None:
+    kernel = EmulatedKernel(WaitTimeSpecialization())
+    began, waited = torch.zeros(2, dtype=torch.int64).unbind()
+    for _ in range(2):
+        before = waited.item()
+        kernel.launch(WaitTimeParams(began.data_ptr(), 0), (1, 1, 1))
+        assert waited == before
+        time.sleep(0.01)
+        kernel.launch(WaitTimeParams(began.data_ptr(), waited.data_ptr()), (1, 1, 1))
+        assert waited >= before + 10_000_000

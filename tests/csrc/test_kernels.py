@@ -16,6 +16,7 @@ from kernels.launch import KernelCompileError, compile_kernel, cubin
 from kernels.score_keys import PageScoreSpecialization, PromptScoreSpecialization
 from kernels.specialization import CSRC, Specialization, params_of
 from kernels.swap_in import IndexType, SwapInSpecialization, default_block_size, seen_bits
+from kernels.wait_time import WaitTimeSpecialization
 
 H100_SHARED_MEMORY = 232448
 ON_HOPPER: list[Specialization] = [
@@ -58,7 +59,7 @@ def every_specialization() -> list[Specialization]:
         specialization(queries=queries, window=window, hot_size=hot_size, block_size=default_block_size(2048 * queries))
         for queries, window, hot_size in [(1, 2, 4096), (2, 2, 4096), (3, 4, 4096), (4, 6, 4096), (4, 6, 16384)]
     ]
-    return [*found, *TOP_K]
+    return [*found, *TOP_K, WaitTimeSpecialization()]
 
 
 def compilations() -> Iterator[Any]:

@@ -11,6 +11,7 @@ import torch
 from base.errors import StartupError
 from hisparse.cuda_swap_in import CudaSwapInPlan
 from hisparse.swap_in import Span, StagedKV
+from kernels.wait_time import WaitTimer
 from tests.gpu.swap_in_twins import CUDA, Twins, make_batch
 from tests.hisparse.test_residency import adversarial_sequences
 
@@ -281,6 +282,50 @@ def test_a_captured_step_replays_on_new_positions() -> None:
                 for group_layer in ((0,), (1, 2))[layer]:
                     both.on_cpu.fetch(expected, group_layer)
             both.newest = [last + 1 for last in both.newest]
+
+
+def test_what_a_recorded_step_copies_ahead_is_counted() -> None:
+    """The second layer of a group, for three queries; and the wait for it, however short."""
+    rng = random.Random(1)
+    with twins(top_k=40, hot_size=64, newest=[300, 400, 500], context=600, item_bytes=48) as both:
+        chosen = torch.tensor([select(rng, newest, 40, 64) for newest in both.newest])
+        on_cpu, on_gpu = (
+            make_batch(backend, [0, 1, 2], both.newest, both.newest, [1, 1, 1], 1)
+            for backend in (both.on_cpu, both.on_gpu)
+        )
+        positions = chosen.to(CUDA)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            plan = both.on_gpu.resolve(1, on_gpu, positions)
+            for layer in (1, 2):
+                both.on_gpu.fetch(plan, layer)
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = both.on_cpu.resolve(1, on_cpu, chosen)
+        for layer in (1, 2):
+            both.on_cpu.fetch(expected, layer)
+
+        counted = both.on_gpu.counters()
+        assert counted.misses > 0
+        assert counted.ahead_bytes == 48 * counted.misses == counted.bytes // 2
+        assert 0 < counted.ahead_wait_s < 1
+
+
+def test_a_wait_is_as_long_as_events_say() -> None:
+    other, timer = torch.cuda.Stream(), WaitTimer(torch.device("cuda", torch.cuda.current_device()))
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    between_ms = 0.0
+    for _ in range(3):
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(20_000_000)
+        begin.record()
+        with timer.wait():
+            torch.cuda.current_stream().wait_stream(other)
+        end.record()
+        torch.cuda.synchronize()
+        between_ms += begin.elapsed_time(end)
+    assert between_ms > 15
+    assert timer.waited.item() / 1e6 == pytest.approx(between_ms, rel=0.1)
 
 
 def test_a_staged_prompt_arrives_on_the_host() -> None:
