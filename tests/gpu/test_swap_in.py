@@ -318,10 +318,10 @@ def test_a_wait_is_as_long_as_events_say() -> None:
     for _ in range(3):
         with torch.cuda.stream(other):
             torch.cuda._sleep(20_000_000)
-        begin.record()
         with timer.wait():
+            begin.record()
             torch.cuda.current_stream().wait_stream(other)
-        end.record()
+            end.record()
         torch.cuda.synchronize()
         between_ms += begin.elapsed_time(end)
     assert between_ms > 15
