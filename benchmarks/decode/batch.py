@@ -86,6 +86,8 @@ class DecodingBatch:
             hits=(last.hits - first.hits) / looked_up,
             misses=(last.misses - first.misses) / looked_up,
             num_bytes=(last.bytes - first.bytes) / steps,
+            ahead_bytes=(last.ahead_bytes - first.ahead_bytes) / steps,
+            ahead_wait_ms=(last.ahead_wait_s - first.ahead_wait_s) / steps * 1e3,
             filling_ms=tuple(filling),
         )
 

@@ -49,11 +49,12 @@ class Turns:
 
 
 def measure(config: DecodeBench, model: RankModel, batch: int, rounds: int, device: torch.device) -> list[Turns]:
-    """A batch in each way that `--pools-gib` holds it in. Raises StartupError if HiSparse is none of them."""
+    """A batch in each way that `--pools-gib` holds it in, in reverse order every other round. Raises StartupError if
+    HiSparse is none of them."""
     turns = defaultdict[str, list[Turns]](list)
     ways = {way: replace(config, resident=way == ALL_IN_HBM) for way in WAYS}
-    for _ in range(rounds):
-        for way, as_configured in list(ways.items()):
+    for number in range(rounds):
+        for way, as_configured in list(ways.items())[:: -1 if number % 2 else 1]:
             try:
                 turn = _turn(as_configured, model, batch, way, device)
                 turns[way].append(turn)

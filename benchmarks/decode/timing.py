@@ -57,7 +57,8 @@ def describe_filling(filling_ms: Sequence[float]) -> str:
 
 @dataclass(frozen=True)
 class StepTiming:
-    """Of one decode step. hits, misses: of each token and index layer. num_bytes: swapped in.
+    """Of one decode step. hits, misses: of each token and index layer. num_bytes: swapped in. ahead_bytes: of these,
+    copied while earlier layers compute. ahead_wait_ms: how long the step waits for them.
 
     filling_ms: of each step while rows became resident, before the others. kernels: empty without a profile.
     """
@@ -67,6 +68,8 @@ class StepTiming:
     hits: float
     misses: float
     num_bytes: float
+    ahead_bytes: float = 0.0
+    ahead_wait_ms: float = 0.0
     filling_ms: tuple[float, ...] = ()
     kernels: KernelTimes = field(default_factory=dict)
 
