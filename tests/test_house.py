@@ -15,7 +15,7 @@ SOURCES = (".py", ".cu", ".cuh")
 NODES = ("prefill_node", "decode_node")
 # A limit is what was reached, rounded up. Lower it with every change that makes room. Only a feature raises it.
 LIMITS = {
-    "lines of the product": 44245,
+    "lines of the product": 44230,
     "files of the product": 294,
     "lines of tests": 50235,
 }

@@ -2,8 +2,7 @@
 
 Launches depend on shapes alone: tables have room for the most rows and tiles that there can be, and how many there are
 stands on the device. Few pairs are sorted by one kernel, in which each expert has a program that counts all pairs by
-itself, so that programs need not meet. Many are counted before, in segments, and each expert has a program for each
-segment.
+itself, so that programs need not meet. Many are sorted by torch's radix sort.
 """
 
 from dataclasses import dataclass
@@ -51,11 +50,22 @@ def sort_pairs(ids: torch.Tensor, first_expert: int, experts: int, block_m: int,
     The rows of ids are contiguous, and may lie apart. shared: the last expert is not one of those, and computes these
     tokens. Takes as long as one multiprocessor takes to look at all pairs twice.
     """
-    most_rows = ids.numel() + len(shared or ())
+    count = ids.numel()
+    most_rows = count + len(shared or ())
     most_tiles = min(most_rows, most_rows // block_m + experts)
-    pairs = torch.empty(most_rows, dtype=torch.int32, device=ids.device)
-    chunk = min(_CHUNK, max(_LEAST_CHUNK, triton.next_power_of_2(ids.numel())))
-    return _sorted(ids, first_expert, experts, block_m, shared, pairs, most_tiles, chunk, None)
+    pairs, row, table = (
+        torch.empty(shape, dtype=torch.int32, device=ids.device) for shape in (most_rows, count, (1 + most_tiles, 4))
+    )
+    chunk = min(_CHUNK, max(_LEAST_CHUNK, triton.next_power_of_2(count)))
+    launch(
+        _sort, (experts,), ids.device,
+        ids, ids.stride(0), pairs, row, table,
+        count, first_expert, shared.start if shared else 0, len(shared or ()),
+        experts if shared is None else experts - 1, block_m,
+        top_k=ids.shape[1], bins=triton.next_power_of_2(experts + 1), chunk=chunk,
+        num_warps=4 if chunk < _CHUNK else 8,
+    )  # fmt: skip
+    return Sorted(pairs, row, table, shared or range(0))
 
 
 def sort_many_pairs(
@@ -63,100 +73,75 @@ def sort_many_pairs(
 ) -> Sorted:
     """`sort_pairs` of many pairs, with each expert's rows from a multiple of block_m on."""
     chosen = experts if shared is None else experts - 1
-    most_tiles = (ids.numel() + len(shared or ())) // block_m + experts
-    pairs = torch.full((most_tiles * block_m,), -1, dtype=torch.int32, device=ids.device)
-    segments, bins = triton.cdiv(ids.numel(), _CHUNK), triton.next_power_of_2(experts + 1)
-    counts = torch.zeros((segments + 1, bins), dtype=torch.int32, device=ids.device)
-    launch(
-        _count, (segments,), ids.device,
-        ids, ids.stride(0), counts, ids.numel(), first_expert,
-        chosen, top_k=ids.shape[1], bins=bins, chunk=_CHUNK, num_warps=8,
-    )  # fmt: skip
-    earlier = counts.cumsum(0, dtype=torch.int32)
-    return _sorted(ids, first_expert, experts, block_m, shared, pairs, most_tiles, _CHUNK, earlier)
+    shared = shared or range(0)
+    top_k, count, most_tiles = ids.shape[1], ids.numel(), (ids.numel() + len(shared)) // block_m + experts
+    most_rows = most_tiles * block_m
+    number = torch.arange(max(count, most_tiles), device=ids.device)
+    local = ids.flatten() - first_expert
+    local = torch.where((local >= 0) & (local < chosen), local, chosen).to(torch.int16)
+    expert, pair = torch.sort(local, stable=True)
+    experts_here = torch.arange(chosen + 1, dtype=torch.int16, device=ids.device)
+    begin = torch.searchsorted(expert, experts_here)  # of each expert's pairs
+    of_expert = begin.diff()
+    if chosen < experts:
+        of_expert = torch.nn.functional.pad(of_expert, (0, 1), value=len(shared))
+    tiles_end = torch.div(of_expert + block_m - 1, block_m, rounding_mode="floor").cumsum(0)
+    first_row = torch.nn.functional.pad(tiles_end, (1, 0)) * block_m
 
+    index = expert.int()
+    place = torch.where(index < chosen, first_row[index] + number[:count] - begin[index], most_rows).int()
+    row = torch.empty(count, dtype=torch.int32, device=ids.device)
+    row[pair] = place
+    pairs = torch.full((most_rows + 1,), -1, dtype=torch.int32, device=ids.device)
+    pairs[place] = pair.int()
+    if shared:
+        tokens = torch.arange(shared.start, shared.stop, dtype=torch.int32, device=ids.device)
+        pairs[first_row[chosen] + number[: len(shared)]] = tokens * top_k
 
-def _sorted(
-    ids: torch.Tensor,
-    first_expert: int,
-    experts: int,
-    block_m: int,
-    shared: range | None,
-    pairs: torch.Tensor,
-    most_tiles: int,
-    chunk: int,
-    earlier: torch.Tensor | None,
-) -> Sorted:
-    """earlier: int32 [segments + 1, bins], each expert's pairs before each chunk, all of them last; None: not known."""
-    row, table = (
-        torch.empty(shape, dtype=torch.int32, device=ids.device) for shape in (ids.numel(), (1 + most_tiles, 4))
-    )
-    segments = 1 if earlier is None else len(earlier) - 1
-    launch(
-        _sort, (experts, segments), ids.device,
-        ids, ids.stride(0), table if earlier is None else earlier, pairs, row, table,
-        ids.numel(), first_expert, shared.start if shared else 0, len(shared or ()), segments,
-        experts, experts if shared is None else experts - 1, block_m,
-        top_k=ids.shape[1], bins=triton.next_power_of_2(experts + 1), chunk=chunk, counted=earlier is not None,
-        num_warps=4 if chunk < _CHUNK else 8,
-    )  # fmt: skip
-    return Sorted(pairs, row, table, shared or range(0))
+    tile = number[:most_tiles]
+    owner = torch.searchsorted(tiles_end, tile, right=True).clamp_(max=experts - 1)
+    end = first_row[:-1] + of_expert
+    table = torch.zeros((1 + most_tiles, 4), dtype=torch.int32, device=ids.device)
+    table[0, 0], table[0, 1] = end[-1], tiles_end[-1]
+    table[1:, :3] = torch.stack([owner, tile * block_m, end[owner]], 1)
+    return Sorted(pairs[:-1], row, table, shared)
 
 
 _LEAST_CHUNK, _CHUNK = 128, 4096
 """Pairs that are looked at together."""
 
 
-@triton.jit(do_not_specialize=["count", "first_expert"])
-def _count(
-    ids: tensor, ids_stride: tensor, counts: tensor, count: tensor, first_expert: tensor,
-    chosen: constexpr, top_k: constexpr, bins: constexpr, chunk: constexpr, chained: constexpr,
-) -> None:  # fmt: skip
-    """The pairs of each expert in a segment, in the row of `counts` after the segment's."""
-    follow(chained)
-    segment = tl.program_id(0)
-    here = tl.histogram(_local(ids, ids_stride, segment * chunk, count, first_expert, chosen, top_k, chunk), bins)
-    tl.store(counts + (segment + 1) * bins + tl.arange(0, bins), here)
-
-
-@triton.jit(do_not_specialize=["count", "first_expert", "shared_first", "shared_count", "segments"])
+@triton.jit(do_not_specialize=["count", "first_expert", "shared_first", "shared_count"])
 def _sort(
-    ids: tensor, ids_stride: tensor, earlier: tensor, pairs: tensor, rows: tensor, table: tensor,
-    count: tensor, first_expert: tensor, shared_first: tensor, shared_count: tensor, segments: tensor,
-    experts: constexpr, chosen: constexpr, block_m: constexpr,
-    top_k: constexpr, bins: constexpr, chunk: constexpr, counted: constexpr, chained: constexpr,
+    ids: tensor, ids_stride: tensor, pairs: tensor, rows: tensor, table: tensor,
+    count: tensor, first_expert: tensor, shared_first: tensor, shared_count: tensor,
+    chosen: constexpr, block_m: constexpr,
+    top_k: constexpr, bins: constexpr, chunk: constexpr, chained: constexpr,
 ) -> None:  # fmt: skip
-    """One expert's rows from one segment, and its tiles. chosen: how many experts there are that ids choose among; one
-    more is shared. counted: there are segments of a chunk each, and experts' rows begin at a multiple of block_m."""
+    """The rows and tiles of one expert. chosen: how many there are that ids choose among; one more is shared."""
     follow(chained)
-    expert, segment = tl.program_id(0), tl.program_id(1)
+    expert = tl.program_id(0)
     number = tl.arange(0, bins)
-    if counted:
-        of_expert = tl.load(earlier + segments * bins + number)
-    else:
-        of_expert = tl.zeros([bins], tl.int32)
-        for begin in range(0, count, chunk):
-            of_expert += tl.histogram(_local(ids, ids_stride, begin, count, first_expert, chosen, top_k, chunk), bins)
+    of_expert = tl.zeros([bins], tl.int32)
+    for begin in range(0, count, chunk):
+        of_expert += tl.histogram(_local(ids, ids_stride, begin, count, first_expert, chosen, top_k, chunk), bins)
     of_expert = tl.where(number < chosen, of_expert, tl.where(number == chosen, shared_count, 0))
     tiles_of = (of_expert + block_m - 1) // block_m
-    room = tiles_of * block_m if counted else of_expert
-    row = tl.sum(tl.where(number < expert, room, 0), 0)
-    if segment == 0:
-        end = row + tl.sum(tl.where(number == expert, of_expert, 0), 0)
-        if expert == experts - 1:
-            tl.store(table, end)
-            tl.store(table + 1, tl.sum(tiles_of, 0))
-        tile = table + 4 * (1 + tl.sum(tl.where(number < expert, tiles_of, 0), 0))
-        for first in range(row, end, block_m):
-            tl.store(tile, expert)
-            tl.store(tile + 1, first)
-            tl.store(tile + 2, end)
-            tile += 4
+    row = tl.sum(tl.where(number < expert, of_expert, 0), 0)
+    end = row + tl.sum(tl.where(number == expert, of_expert, 0), 0)
+    if expert == 0:
+        tl.store(table, tl.sum(of_expert, 0))
+        tl.store(table + 1, tl.sum(tiles_of, 0))
+
+    tile = table + 4 * (1 + tl.sum(tl.where(number < expert, tiles_of, 0), 0))
+    for first in range(row, end, block_m):
+        tl.store(tile, expert)
+        tl.store(tile + 1, first)
+        tl.store(tile + 2, end)
+        tile += 4
 
     if expert < chosen:
-        if counted:
-            row += tl.load(earlier + segment * bins + expert)
-        for begin in range(segment * chunk, count, segments * chunk):
+        for begin in range(0, count, chunk):
             pair = begin + tl.arange(0, chunk)
             mine = (_local(ids, ids_stride, begin, count, first_expert, chosen, top_k, chunk) == expert).to(tl.int32)
             place = row + tl.cumsum(mine, 0) - 1
@@ -164,7 +149,7 @@ def _sort(
             tl.store(rows + pair, place, mask=mine > 0)
             row += tl.sum(mine, 0)
     else:
-        for begin in range(segment * chunk, shared_count, segments * chunk):
+        for begin in range(0, shared_count, chunk):
             number_shared = begin + tl.arange(0, chunk)
             real = number_shared < shared_count
             tl.store(pairs + row + number_shared, (shared_first + number_shared) * top_k, mask=real)

@@ -115,10 +115,7 @@ def test_pairs_are_sorted_by_expert(tokens: int, block_m: int) -> None:
 
 @pytest.mark.parametrize("shared", [None, range(3, 30), range(0)])
 @pytest.mark.parametrize(("tokens", "block_m"), [(37, 4), (100, 16)])
-def test_many_pairs_are_sorted_by_expert(
-    tokens: int, block_m: int, shared: range | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(routing, "_CHUNK", 64)
+def test_many_pairs_are_sorted_by_expert(tokens: int, block_m: int, shared: range | None) -> None:
     ids = torch.randint(0, 12, (tokens, 3), generator=torch.Generator().manual_seed(1))
     chosen = 5
     order = sort_many_pairs(ids, 4, chosen + (shared is not None), block_m, shared)
