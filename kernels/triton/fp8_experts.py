@@ -126,16 +126,15 @@ def _by_groups(library: DeepGemm, routed: _Routed, experts: SwiGluWeights, begin
     order = sort_many_pairs(routed.ids, experts.first, len(experts.down), ROWS, routed.shared)
     counts = Download(order.counts)
     room = len(order.pairs) if tokens <= _MOST else _MOST * top_k
-    values, scales = gather_rows(routed.x, routed.x_scales, order.pairs[:room], top_k)
-    tiles = int(counts.wait()[1])  # while the device gathers
-    count = tiles * ROWS
-    if count > len(values):
+    values, scales = gather_rows(routed.x, routed.x_scales, order, top_k, room, ROWS)
+    expert = order.tiles[: room // ROWS, 0].repeat_interleave(ROWS)
+    count = ROWS * int(counts.poll()[1])  # while the device gathers
+    if count > room:
         half = tokens // 2
         _by_groups(library, routed.part(0, half), experts, begin, out)
         _by_groups(library, routed.part(half, tokens), experts, begin + half, out)
         return
-    scales = scales[:count].t().contiguous().t()
-    expert = order.tiles[:tiles, 0].repeat_interleave(ROWS)
+    expert, scales = expert[:count], scales[: count * blocks(routed.x.shape[1])].view(-1, count).t()
     both = library.grouped_product(values[:count], scales, experts.gate_up, experts.gate_up_scales, expert)
     del values, scales
     inner = swiglu_quantise(both, experts.power_of_two)

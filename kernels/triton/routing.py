@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from kernels.triton.fp8_quantise import new_quantised
 from kernels.triton.launch import follow, launch
 
 
@@ -173,27 +172,29 @@ _GATHERED = 2048
 
 
 def gather_rows(
-    x: torch.Tensor, x_scales: torch.Tensor, pairs: torch.Tensor, top_k: int
+    x: torch.Tensor, x_scales: torch.Tensor, order: Sorted, top_k: int, room: int, block_m: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens x [T, K] of pairs [P], in fp8, and their scales, float32 [P, K / 128] of strides (1, P).
+    """The tokens x [T, K] of the first `room` rows, in fp8 [room, K], and their scales, float32.
 
-    Rows that have no pair are undefined.
+    If there are no more rows, in n tiles of block_m, the scales begin with [K / 128, n * block_m]. What belongs to rows
+    that have no pair is undefined.
     """
     k, num_blocks = x.shape[1], x_scales.shape[1]
-    values, scales = new_quantised(len(pairs), k, x.device)
+    values = torch.empty(room, k, dtype=x.dtype, device=x.device)
+    scales = torch.empty(room * num_blocks, dtype=torch.float32, device=x.device)
     launch(
-        _gather, (len(pairs),), x.device,
-        x.view(torch.uint8), x.stride(0), x_scales, *x_scales.stride(), pairs, values.view(torch.uint8), scales,
-        len(pairs), k, num_blocks,
+        _gather, (room,), x.device,
+        x.view(torch.uint8), x.stride(0), x_scales, *x_scales.stride(), order.pairs, order.counts,
+        values.view(torch.uint8), scales, room, k, num_blocks, block_m,
         top_k=top_k, block=_GATHERED, scale_block=triton.next_power_of_2(num_blocks), num_warps=4,
     )  # fmt: skip
     return values, scales
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["room"])
 def _gather(
     x: tensor, x_stride: tensor, x_scales: tensor, row_stride: tensor, block_stride: tensor, pairs: tensor,
-    values: tensor, scales: tensor, count: tensor, k: tensor, num_blocks: tensor,
+    counts: tensor, values: tensor, scales: tensor, room: tensor, k: tensor, num_blocks: tensor, block_m: tensor,
     top_k: constexpr, block: constexpr, scale_block: constexpr, chained: constexpr,
 ) -> None:  # fmt: skip
     """One row."""
@@ -207,6 +208,7 @@ def _gather(
             value = tl.load(x + token * x_stride + column, mask=column < k)
             tl.store(values + row * k + column, value, mask=column < k)
         number = tl.arange(0, scale_block)
+        count = tl.minimum(tl.load(counts + 1) * block_m, room)
         scale = tl.load(x_scales + token * row_stride + number * block_stride, mask=number < num_blocks)
         tl.store(scales + number.to(tl.int64) * count + row, scale, mask=number < num_blocks)
 
