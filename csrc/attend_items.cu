@@ -1,6 +1,6 @@
-// Attention of a tile of 64 heads of a query to a split of its rows, which are fp8 items: an online softmax.
+// Attention of a tile of 64 heads of a query to a split of its rows, which are items in fp8 or bfloat16: an online softmax.
 //
-// Three warpgroups (FlashAttention-3: Shah et al., arXiv:2407.08608). One converts items to tiles of bfloat16
+// Three warpgroups (FlashAttention-3: Shah et al., arXiv:2407.08608). One reads items and writes tiles of bfloat16
 // (item_tiles.cuh), of which two have a place. The others multiply. Each computes scores and weights of every second tile, and
 // half of the columns of the sum of all, since registers hold no more, as in FlashMLA's sparse decode
 // (github.com/deepseek-ai/FlashMLA, docs/20250929-hopper-fp8-sparse-deep-dive.md). What one tells the other of a tile, its
@@ -9,7 +9,7 @@
 //
 // | gate | says of a tile | arrivals |
 // | --- | --- | --- |
-// | ready | it is written | the warps that convert |
+// | ready | it is written | the warps that have read its items |
 // | weighed | so are its weights | the warps of the warpgroup that weighs it |
 // | free | it has been added up | the warps that multiply |
 #include "attend_part.cuh"
@@ -131,6 +131,7 @@ class Attention {
             float added[2] = {0, 0};
             if (tile % MULTIPLYING == group_) {
                 Gate(&shared_.ready[place]).wait(use);
+                if (COPIES) publish_to_tensor_cores();  // what others have copied
                 weigh(place, added);
             }
             Gate(&shared_.weighed[place]).wait(use);
@@ -228,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_items(const __gr
     const Part part(p);
     if (threadIdx.x == 0) {
         for (int place = 0; place < PLACES; ++place) {
-            Gate(&shared.ready[place]).make(WARPS_OF_GROUP);
+            Gate(&shared.ready[place]).make(READERS);
             Gate(&shared.weighed[place]).make(WARPS_OF_GROUP);
             Gate(&shared.free[place]).make(MULTIPLYING * WARPS_OF_GROUP);
         }
@@ -236,10 +237,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_items(const __gr
     follow();
     const int group = uniform(threadIdx.x / WARPGROUP);
     if (group == MULTIPLYING) {
-        leave_registers<CONVERTING_REGISTERS>();
-        Converter converter(p, shared, part);
-        __syncthreads();
-        converter.convert();
+        leave_registers<READING_REGISTERS>();
+        if (COPIES) {
+            Copier copier(p, shared, part);
+            __syncthreads();
+            copier.copy();
+        } else {
+            Converter converter(p, shared, part);
+            __syncthreads();
+            converter.convert();
+        }
         __syncthreads();
     } else {
         take_registers<MULTIPLYING_REGISTERS>();

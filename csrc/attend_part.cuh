@@ -1,4 +1,4 @@
-// What a block of attend_items.cu computes, its shared memory, and the warpgroup of it that reads items.
+// What a block of attend_items.cu computes, its shared memory, and the warpgroup of it that reads items, in either format.
 #pragma once
 #include "item_tiles.cuh"
 
@@ -18,9 +18,11 @@ struct AttendItemsParams {
 constexpr int MULTIPLYING = 2;  // warpgroups
 constexpr int WARPS_OF_GROUP = WARPGROUP / WARP;
 constexpr int PLACES = 2;
-constexpr int MULTIPLYING_REGISTERS = 192, CONVERTING_REGISTERS = 120;
+constexpr int MULTIPLYING_REGISTERS = 192, READING_REGISTERS = 120;
 constexpr int QUERY_BYTES = 2 * (LATENT + ROPE);
-static_assert(THREADS == (MULTIPLYING + 1) * WARPGROUP, "a warpgroup that converts, and those that multiply");
+constexpr bool COPIES = ITEM_BYTES == QUERY_BYTES;  // items, which are bfloat16 then, too
+constexpr int READERS = COPIES ? WARPGROUP : WARPS_OF_GROUP;  // that say that a tile is written
+static_assert(THREADS == (MULTIPLYING + 1) * WARPGROUP, "a warpgroup that reads items, and those that multiply");
 
 // Below every score and yet finite: NEVER less this is still NEVER rather than NaN.
 constexpr float LOWEST = -1e30f;
@@ -139,6 +141,58 @@ class Converter {
             publish_to_tensor_cores();
             __syncwarp();
             if (lane_id() == 0) Gate(&shared_.ready[place]).arrive();
+        }
+    }
+};
+
+// The warpgroup that reads items in bfloat16, which are copied as they are.
+class Copier {
+    static constexpr int CHUNKS = ROW_BYTES / 16, ITEMS_AT_ONCE = WARPGROUP / CHUNKS, TURNS = TILE_ITEMS / ITEMS_AT_ONCE;
+
+    const AttendItemsParams& p_;
+    Shared& shared_;
+    const Part& part_;
+    const int item_, chunk_;  // of the items that are copied at once, and of each panel's row
+    int rows_[TURNS];         // of the next tile
+
+    __device__ __forceinline__ void find_rows(int tile) {
+#pragma unroll
+        for (int turn = 0; turn < TURNS; ++turn) {
+            const int at = part_.begin + tile * TILE_ITEMS + turn * ITEMS_AT_ONCE + item_;
+            rows_[turn] = at < part_.end ? static_cast<int>(p_.rows[part_.query * p_.k + at]) : -1;
+        }
+    }
+
+  public:
+    __device__ __forceinline__ Copier(const AttendItemsParams& p, Shared& shared, const Part& part)
+        : p_(p), shared_(shared), part_(part), item_(threadIdx.x % WARPGROUP / CHUNKS), chunk_(threadIdx.x % CHUNKS) {
+        find_rows(0);
+    }
+
+    __device__ __forceinline__ void copy() {
+        const int tiles = part_.tiles();
+#pragma unroll 1
+        for (int tile = 0; tile < tiles; ++tile) {
+            const int place = tile % PLACES;
+            Gate(&shared_.free[place]).wait(tile / PLACES + 1);
+#pragma unroll
+            for (int turn = 0; turn < TURNS; ++turn) {
+                const int at = turn * ITEMS_AT_ONCE + item_;
+                u8* const to = shared_.tiles[place] + swizzled(at, chunk_);
+                const u8* const from = p_.items + static_cast<i64>(rows_[turn]) * ITEM_BYTES + chunk_ * 16;
+                const bool exists = rows_[turn] >= 0;
+#pragma unroll
+                for (int panel = 0; panel < PANELS; ++panel) {
+                    if (exists) {
+                        copy_async_past_l1(to + panel * PANEL_BYTES, from + panel * ROW_BYTES);
+                    } else {
+                        *reinterpret_cast<uint4*>(to + panel * PANEL_BYTES) = make_uint4(0, 0, 0, 0);
+                    }
+                }
+                if (chunk_ == 0) shared_.biases[place][at] = exists ? 0 : NEVER;
+            }
+            Gate(&shared_.ready[place]).arrive_after_copies();
+            find_rows(tile + 1);
         }
     }
 };

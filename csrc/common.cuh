@@ -45,6 +45,10 @@ template <int BYTES>
 __device__ __forceinline__ void copy_async_bytes(void* to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(BYTES) : "memory");
 }
+// The same of 16 bytes, past the L1 cache.
+__device__ __forceinline__ void copy_async_past_l1(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Have what lies there come to the L2 cache.

@@ -67,6 +67,11 @@ class Gate {
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(gate_)) : "memory");
     }
 
+    // Arrive when the copies end that this thread has begun.
+    __device__ __forceinline__ void arrive_after_copies() const {
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(gate_)) : "memory");
+    }
+
     __device__ __forceinline__ void wait(u32 phase) const {
         for (u32 open = 0; !open;) {
             asm volatile(

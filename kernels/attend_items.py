@@ -1,5 +1,5 @@
-"""Attention to fp8 items of 512 + 64 elements on Hopper, by 64 heads at a time, with csrc/attend_items.cu: split-K with
-an online softmax."""
+"""Attention to items of 512 + 64 elements, in fp8 or bfloat16, on Hopper, by 64 heads at a time, with
+csrc/attend_items.cu: split-K with an online softmax."""
 
 import ctypes
 import struct
@@ -20,8 +20,9 @@ AttendItemsParams = params_of("attend_part.cuh", "AttendItemsParams")
 
 @dataclass(frozen=True)
 class AttendSpecialization(Specialization):
-    """csrc/attend_items.cu."""
+    """csrc/attend_items.cu. item_bytes: of fp8 items, or of bfloat16 ones."""
 
+    item_bytes: int
     block_size: int = 384
 
     entry = "attend_items"
@@ -37,7 +38,7 @@ class AttendSpecialization(Specialization):
         return {
             "LATENT": PUBLISHED.latent_dim,
             "ROPE": PUBLISHED.rope_dim,
-            "ITEM_BYTES": PUBLISHED.item_bytes,
+            "ITEM_BYTES": self.item_bytes,
             "SCALED_TOGETHER": SCALED_TOGETHER,
             "TILE_HEADS": TILE_HEADS,
             "TILE_ITEMS": TILE_ITEMS,
@@ -45,17 +46,14 @@ class AttendSpecialization(Specialization):
         }
 
 
-_KERNEL = AttendSpecialization()
-
-
 @dataclass(frozen=True)
 class ItemsToAttend:
     """What the kernel reads and writes, all on one CUDA device, contiguous.
 
-    queries: bfloat16 [N, heads, 576]. items: uint8 [M, 656], see `kernels.kv_format`, M below 2**31. rows: int64
-    [N, k], -1 for none. partial: bfloat16 or float32 [N, heads, splits, 512], of each split of `rows_per_split` rows,
-    a multiple of 64, the mean latent by the split's own weights. log_sums: float32 [N, heads, splits], the base-2
-    logarithms of the sums of those weights. scale: of scores, in units of log2(e).
+    queries: bfloat16 [N, heads, 576]. items: uint8 [M, 656], see `kernels.kv_format`, or bfloat16 [M, 576], M below
+    2**31. rows: int64 [N, k], -1 for none. partial: bfloat16 or float32 [N, heads, splits, 512], of each split of
+    `rows_per_split` rows, a multiple of 64, the mean latent by the split's own weights. log_sums: float32 [N, heads,
+    splits], the base-2 logarithms of the sums of those weights. scale: of scores, in units of log2(e).
     """
 
     queries: torch.Tensor
@@ -70,11 +68,15 @@ class ItemsToAttend:
     def grid(self) -> tuple[int, int, int]:
         return len(self.queries) * -(-self.queries.shape[1] // TILE_HEADS), self.partial.shape[2], 1
 
+    @property
+    def kernel(self) -> AttendSpecialization:
+        return AttendSpecialization(self.items.shape[1] * self.items.element_size())
+
 
 def attend_items(given: ItemsToAttend) -> None:
     """Launch the kernel. The first call for a device loads it."""
     with torch.cuda.device(given.queries.device):
-        kernel_on(given.queries.device, _KERNEL).launch(launch_params(given), given.grid)
+        kernel_on(given.queries.device, given.kernel).launch(launch_params(given), given.grid)
 
 
 def launch_params(given: ItemsToAttend) -> ctypes.Structure:

@@ -59,12 +59,18 @@ class Splits:
 
 
 def attend_rows(
-    queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
+    queries: torch.Tensor,
+    kv: torch.Tensor,
+    rows: torch.Tensor,
+    scaling: float,
+    latent_dim: int,
+    use_cuda_kernel: bool = True,
 ) -> torch.Tensor:
     """Attend each query to its own rows of a pool, of vectors in the queries' type: see `AttentionBackend`.
 
     A query may also have no row at all; it attends to zero. The launch depends on shapes alone and waits for nothing,
-    so it can be captured in a CUDA graph. Raises ValueError for tensors that do not fit together.
+    so it can be captured in a CUDA graph. use_cuda_kernel: take the kernel of csrc/ where it can run. Raises ValueError
+    for tensors that do not fit together.
     """
     num_queries, _, item_dim = queries.shape
     if kv.shape[1:] != (item_dim,) or len(rows) != num_queries or kv.dtype != queries.dtype or kv.stride(1) != 1:
@@ -72,6 +78,9 @@ def attend_rows(
             f"expected kv [num_rows, {item_dim}] of {queries.dtype}, each row contiguous, and rows [{num_queries}, k], "
             f"found kv {tuple(kv.shape)} of {kv.dtype} with strides {kv.stride()} and rows {tuple(rows.shape)}"
         )
+    in_bf16 = kv.is_contiguous() and queries.dtype == torch.bfloat16
+    if use_cuda_kernel and in_bf16 and fits_cuda_kernel(queries, latent_dim):
+        return _attend(queries, kv, rows, scaling, latent_dim, _CUDA_TILING, _by_cuda)
     return _attend(queries, kv, rows, scaling, latent_dim, _tiling(queries), partial(_by_triton, num_scales=0))
 
 
@@ -84,11 +93,8 @@ def attend_fp8_rows(
     use_cuda_kernel: bool = True,
     splits: Splits = Splits(),
 ) -> torch.Tensor:
-    """`attend_rows` of a pool of fp8 items, uint8 [num_rows, item_bytes], contiguous, by queries in bfloat16.
-
-    use_cuda_kernel: take the kernel of csrc/ where it can run.
-    """
-    num_queries, heads, item_dim = queries.shape
+    """`attend_rows` of a pool of fp8 items, uint8 [num_rows, item_bytes], contiguous, by queries in bfloat16."""
+    num_queries, _, item_dim = queries.shape
     latent_dim = layout.latent_dim
     fits = item_dim == latent_dim + layout.rope_dim and len(rows) == num_queries and rows.dtype == torch.int64
     if not fits or kv.shape[1:] != (layout.item_bytes,) or not kv.is_contiguous() or queries.dtype != torch.bfloat16:
@@ -97,11 +103,17 @@ def attend_fp8_rows(
             f"[num_rows, {layout.item_bytes}] and rows of int64, found {tuple(queries.shape)} of {queries.dtype}, "
             f"{tuple(kv.shape)} with strides {kv.stride()}, and {rows.dtype}"
         )
-    is_published = (latent_dim, layout.rope_dim) == (PUBLISHED.latent_dim, PUBLISHED.rope_dim)
-    if use_cuda_kernel and is_published and heads > _FEW_HEADS and is_hopper(queries.device):
+    if use_cuda_kernel and fits_cuda_kernel(queries, latent_dim):
         return _attend(queries, kv, rows, scaling, latent_dim, _CUDA_TILING, _by_cuda, splits)
     kernel = partial(_by_triton, num_scales=layout.num_scales)
     return _attend(queries, kv, rows, scaling, latent_dim, _tiling(queries, in_fp8=True), kernel, splits)
+
+
+def fits_cuda_kernel(queries: torch.Tensor, latent_dim: int) -> bool:
+    """Whether csrc/attend_items.cu can run for these queries, [N, heads, item_dim]."""
+    _, heads, item_dim = queries.shape
+    is_published = (latent_dim, item_dim - latent_dim) == (PUBLISHED.latent_dim, PUBLISHED.rope_dim)
+    return is_published and heads > _FEW_HEADS and queries.is_cuda and is_hopper(queries.device)
 
 
 def _by_triton(given: ItemsToAttend, tiling: _Tiling, num_scales: int) -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kernels.attend_items import TILE_HEADS, AttendSpecialization, ItemsToAttend, launch_params
+from kernels.attend_items import TILE_HEADS, ItemsToAttend, launch_params
 from kernels.kv_format import PUBLISHED
 from kernels.score_keys import (
     PageScoreSpecialization,
@@ -122,7 +122,7 @@ SCALE = 576**-0.5
 
 def attend(given: ItemsToAttend) -> torch.Tensor:
     """What the kernel computes, of whole queries: float64 [N, heads, 512]."""
-    EmulatedKernel(AttendSpecialization()).launch(launch_params(given), given.grid)
+    EmulatedKernel(given.kernel).launch(launch_params(given), given.grid)
     weights = (given.log_sums.double() * math.log(2)).softmax(-1).nan_to_num(0.0)
     return (given.partial.double() * weights[..., None]).sum(2)
 
@@ -131,7 +131,8 @@ def exact(given: ItemsToAttend) -> torch.Tensor:
     """The same, plainly."""
     found = torch.zeros(*given.queries.shape[:2], 512, dtype=torch.float64)
     for number, rows in enumerate(given.rows):
-        items = FORMAT.items(given.items[rows[rows >= 0]]).double()
+        items = given.items[rows[rows >= 0]]
+        items = (FORMAT.items(items) if items.dtype == torch.uint8 else items).double()
         if len(items):
             weights = (given.queries[number].double() @ items.T * SCALE).softmax(-1)
             found[number] = weights @ items[:, :512]
@@ -139,13 +140,20 @@ def exact(given: ItemsToAttend) -> torch.Tensor:
 
 
 def made(
-    heads: int, rows: torch.Tensor, splits: int, dtype: torch.dtype, growth: float = 0.0, num_items: int = 300
+    heads: int,
+    rows: torch.Tensor,
+    splits: int,
+    dtype: torch.dtype,
+    growth: float = 0.0,
+    num_items: int = 300,
+    fp8: bool = True,
 ) -> ItemsToAttend:
     """Random items, of which the last is no number. growth: of items from the first to the last."""
     generator = torch.Generator().manual_seed(heads)
     size = 1 + growth * torch.arange(num_items)[:, None] / num_items
-    items = FORMAT.encode_items(torch.randn(num_items, 576, generator=generator) * size)
-    items[-1] = 0xFF
+    items = torch.randn(num_items, 576, generator=generator) * size
+    items = FORMAT.encode_items(items) if fp8 else items.bfloat16()
+    items[-1] = 0xFF if fp8 else torch.nan
     tiles = -(-rows.shape[1] // 64)
     per_split = -(-tiles // splits)
     splits = -(-tiles // per_split)
@@ -159,6 +167,7 @@ def test_items_are_those_of_the_format() -> None:
     assert FORMAT.item_bytes == PUBLISHED.item_bytes
 
 
+@pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.parametrize(
     ("heads", "k", "splits", "dtype", "growth"),
     [
@@ -169,20 +178,21 @@ def test_items_are_those_of_the_format() -> None:
         (40, 256, 3, torch.float32, 1.0),
     ],
 )
-def test_attention(heads: int, k: int, splits: int, dtype: torch.dtype, growth: float) -> None:
+def test_attention(heads: int, k: int, splits: int, dtype: torch.dtype, growth: float, fp8: bool) -> None:
     rows = torch.arange(k).expand(2, k).clone()
     rows[1, ::3] = -1
-    given = made(heads, rows, splits, dtype, growth)
+    given = made(heads, rows, splits, dtype, growth, fp8=fp8)
     assert given.grid == (2 * -(-heads // TILE_HEADS), given.partial.shape[2], 1)
     wanted = exact(given)
     torch.testing.assert_close(attend(given), wanted, rtol=0.02, atol=0.01 * wanted.abs().max().item())
 
 
-def test_no_rows_are_attended_to_as_nothing_and_what_is_nan_stays_so() -> None:
+@pytest.mark.parametrize("fp8", [True, False])
+def test_no_rows_are_attended_to_as_nothing_and_what_is_nan_stays_so(fp8: bool) -> None:
     rows = torch.full((2, 70), -1)
     rows[1, 3] = 299
-    given = made(64, rows, 1, torch.bfloat16)
-    EmulatedKernel(AttendSpecialization()).launch(launch_params(given), given.grid)
+    given = made(64, rows, 1, torch.bfloat16, fp8=fp8)
+    EmulatedKernel(given.kernel).launch(launch_params(given), given.grid)
     assert given.partial[0].eq(0).all()
     assert given.log_sums[0].isneginf().all()
     assert given.partial[1].isnan().all()

@@ -28,7 +28,7 @@ ON_HOPPER: list[Specialization] = [
     )
 ]
 ON_HOPPER += [PageScoreSpecialization(heads, score_keys.PAGE_STAGES, queries=4) for heads in score_keys.HEADS]
-ON_HOPPER.append(AttendSpecialization())
+ON_HOPPER += [AttendSpecialization(item_bytes) for item_bytes in (656, 1152)]
 TOP_K = list(top_k.specializations(H100_SHARED_MEMORY))
 INTEGERS: tuple[IndexType, IndexType] = ("int32", "int64")
 
