@@ -71,6 +71,21 @@ class AttentionBackend:
         ]
         return torch.cat(attended) if attended else queries[..., :latent_dim]
 
+    def attend_prompt(
+        self,
+        queries: torch.Tensor,
+        kv: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        scaling: float,
+        latent_dim: int,
+    ) -> torch.Tensor:
+        """`attend_rows` of a prompt's queries to its positions, int64 [N, k], -1 for none.
+
+        rows: int64 [num_positions + 1], the row of each position, and -1 last.
+        """
+        return self.attend_rows(queries, kv, rows[positions], scaling, latent_dim)
+
     def select_for_prompt(
         self, index: IndexQueries, keys: torch.Tensor, start: int, sequence_length: int, topk: int
     ) -> torch.Tensor:

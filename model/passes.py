@@ -196,7 +196,7 @@ class _RequestPass:
         self._new_rows = self._rows[chunk.start :]
         # By position, and for -1, which is the last entry, -1: one pass over what may be 100 MB.
         self._rows_or_none = torch.cat((self._rows, self._rows.new_full((1,), -1)))
-        self._selected_rows: torch.Tensor | None = None
+        self._positions: torch.Tensor | None = None
 
     def store(self, layer: int, items: torch.Tensor) -> None:
         self._chunk.cache.kv(layer)[self._new_rows] = items
@@ -207,10 +207,11 @@ class _RequestPass:
     def select(self, layer: int, index: IndexQueries) -> None:
         chunk, spec = self._chunk, self._spec
         keys = chunk.cache.index_keys(spec.index_layer_of[layer])[self._rows]
-        positions = self._backend.select_for_prompt(index, keys, chunk.start, chunk.sequence_length, spec.index_topk)
-        self._selected_rows = self._rows_or_none[positions]
+        self._positions = self._backend.select_for_prompt(
+            index, keys, chunk.start, chunk.sequence_length, spec.index_topk
+        )
 
     def attend(self, layer: int, queries: torch.Tensor, scaling: float) -> torch.Tensor:
-        assert self._selected_rows is not None, "the first layer has an indexer"
+        assert self._positions is not None, "the first layer has an indexer"
         kv, latent_dim = self._chunk.cache.kv(layer), self._spec.latent_dim
-        return self._backend.attend_rows(queries, kv, self._selected_rows, scaling, latent_dim)
+        return self._backend.attend_prompt(queries, kv, self._rows_or_none, self._positions, scaling, latent_dim)

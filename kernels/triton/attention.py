@@ -6,12 +6,13 @@ from kernels.attention import AttentionBackend
 from kernels.kv_format import Fp8Layout, KVFormat
 from kernels.operands import IndexQueries, LayerNorm, PagedKeys, RmsNorm, Rope
 from kernels.top_k import top_positions
-from kernels.triton.attend import attend_fp8_rows, attend_rows
-from kernels.triton.encode import encode_index_keys, encode_index_queries, encode_items
+from kernels.triton.attend import attend_fp8_rows, attend_rows, fits_cuda_kernel
+from kernels.triton.encode import decode_items, encode_index_keys, encode_index_queries, encode_items
 from kernels.triton.index_scores import StoredKeys, decode_scores, prompt_scores
 
 # Bounds the scores of one block of a prompt's queries, so that memory is linear in the length of the context.
 SCORE_BLOCK_BYTES = 64 << 20
+_MANY_TIMES = 16
 
 
 class TritonBackend(AttentionBackend):
@@ -70,6 +71,21 @@ class Fp8TritonBackend(TritonBackend):
         self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
     ) -> torch.Tensor:
         return attend_fp8_rows(queries, kv, rows, scaling, self._layout)
+
+    def attend_prompt(
+        self,
+        queries: torch.Tensor,
+        kv: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        scaling: float,
+        latent_dim: int,
+    ) -> torch.Tensor:
+        """Queries that attend to each item many times have all of them converted once."""
+        if positions.numel() < _MANY_TIMES * len(rows) or not fits_cuda_kernel(queries, latent_dim):
+            return super().attend_prompt(queries, kv, rows, positions, scaling, latent_dim)
+        items = decode_items(kv, rows[:-1], self._layout)
+        return attend_rows(queries, items, positions, scaling, latent_dim)
 
     def _multiplied(self, index: IndexQueries, keys: torch.Tensor) -> tuple[IndexQueries, StoredKeys]:
         return encode_index_queries(index), StoredKeys.fp8(keys.contiguous(), self._layout.index_dim)

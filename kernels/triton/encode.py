@@ -45,6 +45,19 @@ def encode_items(compressed: torch.Tensor, norm: RmsNorm, rope: Rope, layout: Fp
     return stored
 
 
+def decode_items(stored: torch.Tensor, rows: torch.Tensor, layout: Fp8Layout) -> torch.Tensor:
+    """The items at rows, int64 [N], of a pool, uint8 [num_rows, item_bytes]: bfloat16 [N, latent_dim + rope_dim]."""
+    items = torch.empty(len(rows), layout.latent_dim + layout.rope_dim, dtype=torch.bfloat16, device=stored.device)
+    launch(
+        _decode_items, (len(rows),), stored.device,
+        stored.view(torch.float8_e4m3fn), stored.view(torch.float32), stored.view(torch.bfloat16), rows, items,
+        layout.latent_dim, layout.rope_dim, layout.item_bytes, layout.num_scales,
+        together=SCALED_TOGETHER, block_scales=triton.next_power_of_2(layout.num_scales),
+        block_rope=triton.next_power_of_2(layout.rope_dim), num_warps=1,
+    )  # fmt: skip
+    return items
+
+
 def encode_index_keys(
     projected: torch.Tensor, norm: LayerNorm, rope: Rope, interleaved: bool, layout: Fp8Layout
 ) -> torch.Tensor:
@@ -179,6 +192,31 @@ def _encode_items(
     roped = tl.where(is_first, first * c - second * s, second * c + first * s)
     begin: tl.constexpr = (latent_dim + _SCALE_BYTES * num_scales) // 2
     tl.store(ropes + token * (item_bytes // 2) + begin + place, roped.to(tl.bfloat16), mask=real_place)
+
+
+@triton.jit
+def _decode_items(
+    latents: tensor, scales: tensor, ropes: tensor, rows: tensor, items: tensor,
+    latent_dim: constexpr, rope_dim: constexpr, item_bytes: constexpr, num_scales: constexpr,
+    together: constexpr, block_scales: constexpr, block_rope: constexpr, chained: constexpr,
+) -> None:  # fmt: skip
+    """One item. latents, scales, ropes: the same bytes as numbers of three types."""
+    follow(chained)
+    number = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + number)
+    group, place = tl.arange(0, block_scales), tl.arange(0, block_rope)
+    column = group[:, None] * together + tl.arange(0, together)[None, :]
+    real, real_place = column < latent_dim, place < rope_dim
+    latent = tl.load(latents + row * item_bytes + column, mask=real, other=0.0).to(tl.float32)
+    first_scale: tl.constexpr = latent_dim // _SCALE_BYTES
+    scale = tl.load(
+        scales + row * (item_bytes // _SCALE_BYTES) + first_scale + group, mask=group < num_scales, other=0.0
+    )
+    first_rope: tl.constexpr = (latent_dim + _SCALE_BYTES * num_scales) // 2
+    roped = tl.load(ropes + row * (item_bytes // 2) + first_rope + place, mask=real_place, other=0.0)
+    item = items + number * (latent_dim + rope_dim)
+    tl.store(item + column, (latent * scale[:, None]).to(tl.bfloat16), mask=real)
+    tl.store(item + latent_dim + place, roped, mask=real_place)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import kernels.triton
 from kernels import ops, torch_ops
 from kernels.operands import IndexQueries, LayerNorm, Pair, PartialSums, RmsNorm, Rope, RouterConfig
-from kernels.triton.encode import encode_index_keys, encode_index_queries, encode_items
+from kernels.triton.encode import decode_items, encode_index_keys, encode_index_queries, encode_items
 from kernels.triton.gumbel import perturb
 from kernels.triton.router import choose_experts, partial_products
 from kvcache.format import Fp8Format, quantise, rotate
@@ -148,6 +148,10 @@ def test_items_are_the_formats_bytes(latent_dim: int, rope_dim: int) -> None:
     scales = written.view(torch.float32)[:, latent_dim // 4 : latent_dim // 4 + kv_format.num_scales]
     assert torch.equal(torch.frexp(scales[:5]).mantissa, torch.full_like(scales[:5], 0.5))
     assert scales[5:].isnan().all()
+
+    rows = torch.tensor([4, 0, 5, 3, 3])
+    decoded, expected = decode_items(written, rows, kv_format), kv_format.items_at(written, rows).bfloat16()
+    assert torch.equal(decoded.nan_to_num(9.0), expected.nan_to_num(9.0)), "a scale is a power of two"
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
