@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from base.errors import StartupError
-from benchmarks.attention_extras import deep_gemm_scores, flash_mla
+from benchmarks.attention_extras import deep_gemm_scores, flash_mla, flash_mla_prompt
 from benchmarks.graph_timing import Work, copy_gb_per_s, median_us
 from benchmarks.machine import this_machine
 from benchmarks.program import run
@@ -28,7 +28,7 @@ from kernels.attention import AttentionBackend, triton_backend
 from kernels.operands import IndexQueries, LayerNorm, PagedKeys, RmsNorm, Rope
 from kvcache.format import DenseFormat, Fp8Format
 
-SCHEMA = 3
+SCHEMA = 4
 LATENT_DIM, ITEM_DIM, TOPK = 512, 576, 2048
 INDEX_HEADS, INDEX_DIM, PAGE_SIZE = 64, 128, 64
 HEADS = (16, 64, 128)
@@ -133,7 +133,7 @@ def cases(context_length: int) -> Iterator[Made]:
     """What a decode step does at each batch size, then what a prompt's chunk does at the end of its context."""
     for heads in HEADS:
         name = f"attend, {heads} heads"
-        yield from (Made(name, partial(attend_case, name, heads, batch, graph=True)) for batch in BATCHES)
+        yield from (Made(name, partial(attend_case, name, heads, batch)) for batch in BATCHES)
     for batch, context in SCORED:
         name = f"score {context} tokens"
         yield Made(name, partial(score_case, name, batch, context))
@@ -144,7 +144,7 @@ def cases(context_length: int) -> Iterator[Made]:
         yield Made("encode index keys", partial(encode_index_keys_case, "encode index keys", tokens))
     for heads in (16, 128):
         name = f"attend a chunk, {heads} heads"
-        yield Made(name, partial(attend_case, name, heads, CHUNK, graph=False))
+        yield Made(name, partial(attend_prompt_case, name, heads, context_length))
     name = "score a chunk"
     yield Made(name, partial(prompt_score_case, name, context_length))
     yield Made("select for a chunk", partial(prompt_selection_case, "select for a chunk", context_length))
@@ -155,17 +155,17 @@ def backends() -> dict[str, AttentionBackend]:
     return {"torch": AttentionBackend(DENSE), "triton": triton_backend(DENSE), "fp8": triton_backend(FP8)}
 
 
-def attend_case(name: str, heads: int, queries: int, graph: bool) -> Case:
+def attend_case(name: str, heads: int, queries: int) -> Case:
     """Attention of queries to TOPK rows each."""
     from kernels.triton.attend import attend_fp8_rows
 
     num_bytes = (queries * TOPK * DENSE.item_bytes, queries * TOPK * FP8.item_bytes)
-    turns = max(2, -(-_UNCACHED_BYTES // num_bytes[1])) if graph else 0
+    turns = max(2, -(-_UNCACHED_BYTES // num_bytes[1]))
     items = torch.randn(_NUM_ROWS, ITEM_DIM, dtype=torch.bfloat16)
     stored = {"fp8": FP8.encode_items(items)}
     stored["torch"] = stored["triton"] = DENSE.encode_items(items)
     query = torch.randn(queries, heads, ITEM_DIM, dtype=torch.bfloat16)
-    rows = torch.randint(0, _NUM_ROWS, (max(1, turns), queries, TOPK))
+    rows = torch.randint(0, _NUM_ROWS, (turns, queries, TOPK))
 
     def work(backend: AttentionBackend, kv: torch.Tensor) -> Work:
         return lambda turn: backend.attend_rows(query, kv, rows[turn], _SCALING, LATENT_DIM)
@@ -175,10 +175,39 @@ def attend_case(name: str, heads: int, queries: int, graph: bool) -> Case:
 
     columns = {key: work(by, stored[key]) for key, by in backends().items()}
     columns["plain"] = plain
-    if graph and (extra := flash_mla(query, stored["fp8"], rows, _SCALING)):
+    if extra := flash_mla(query, stored["fp8"], rows, _SCALING):
         columns["extra"] = extra
-    operations = 2 * queries * heads * TOPK * (ITEM_DIM + LATENT_DIM)
-    return Case(name, queries, num_bytes, turns, columns, operations / BF16_OPERATIONS_PER_US)
+    return Case(name, queries, num_bytes, turns, columns, attention_us(queries, heads))
+
+
+def attention_us(queries: int, heads: int) -> float:
+    """What tensor cores take to attend to TOPK items each."""
+    return 2 * queries * heads * TOPK * (ITEM_DIM + LATENT_DIM) / BF16_OPERATIONS_PER_US
+
+
+def attend_prompt_case(name: str, heads: int, context_length: int) -> Case:
+    """Attention of a prompt's last tokens to TOPK of its positions each, which lie in any rows."""
+    from kernels.triton.attend import attend_fp8_rows
+
+    items = torch.randn(context_length, ITEM_DIM, dtype=torch.bfloat16)
+    stored = {"fp8": FP8.encode_items(items)}
+    stored["torch"] = stored["triton"] = DENSE.encode_items(items)
+    query = torch.randn(CHUNK, heads, ITEM_DIM, dtype=torch.bfloat16)
+    rows = torch.cat((torch.randperm(context_length), torch.full((1,), -1)))
+    positions = torch.rand(CHUNK, context_length).topk(TOPK).indices.sort().values
+
+    def work(backend: AttentionBackend, kv: torch.Tensor) -> Work:
+        return lambda _: backend.attend_prompt(query, kv, rows, positions, _SCALING, LATENT_DIM)
+
+    def plain(_: int) -> torch.Tensor:
+        return attend_fp8_rows(query, stored["fp8"], rows[positions], _SCALING, FP8, use_cuda_kernel=False)
+
+    columns = {key: work(by, stored[key]) for key, by in backends().items()}
+    columns["plain"] = plain
+    if extra := flash_mla_prompt(query, items, positions, _SCALING):
+        columns["extra"] = extra
+    num_bytes = (context_length * DENSE.item_bytes, context_length * FP8.item_bytes)
+    return Case(name, CHUNK, num_bytes, 0, columns, attention_us(CHUNK, heads))
 
 
 @dataclass(frozen=True)

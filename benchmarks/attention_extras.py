@@ -1,4 +1,4 @@
-"""Other projects' kernels on the same fp8 KV, for the same table: FlashMLA's and DeepGEMM's, where they are installed.
+"""Other projects' kernels on the same KV, for the same table: FlashMLA's and DeepGEMM's, where they are installed.
 
 An extra that cannot be imported, or that refuses to run, is left out, and the reason is printed.
 """
@@ -48,6 +48,21 @@ def flash_mla(
             )
 
         return run
+
+    return _tried("FlashMLA", make)
+
+
+def flash_mla_prompt(
+    queries: torch.Tensor, items: torch.Tensor, positions: torch.Tensor, scaling: float
+) -> Callable[[int], object] | None:
+    """FlashMLA's sparse prefill: queries [N, heads, 576] attend to positions [N, k] of bfloat16 items [M, 576]."""
+
+    def make() -> Callable[[int], object]:
+        library = importlib.import_module("flash_mla")
+        item, indices = items.unsqueeze(1), positions.int().unsqueeze(1)
+        return lambda _: library.flash_mla_sparse_fwd(
+            queries, item, indices, scaling, use_legacy=True, return_log2_lse=False
+        )
 
     return _tried("FlashMLA", make)
 

@@ -169,6 +169,25 @@ def test_attention_is_as_exact_as_torch(num_queries: int, heads: int, kv_format:
     assert our_error <= 0.02 * truth.norm()
 
 
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_a_prompt_attends_as_exactly_as_torch(heads: int) -> None:
+    """By positions, which lie in any rows. With more than 32 heads items are decoded before."""
+    queries, kv, selected = random_rows(64, heads, PUBLISHED, 2048)
+    rows = torch.randperm(NUM_ROWS, device=CUDA, generator=generator(6))
+    positions = torch.where(selected < 0, -1, rows.argsort()[selected])
+    rows = torch.cat((rows, rows.new_full((1,), -1)))
+    ours, torchs = (
+        backend(PUBLISHED).attend_prompt(queries, kv, rows, positions, SCALING, 512)
+        for backend in (triton_backend, AttentionBackend)
+    )
+    truth = torch.zeros_like(ours, dtype=torch.float64)
+    for number, own in enumerate(selected):
+        items = PUBLISHED.items(kv[own[own >= 0]]).double()
+        truth[number] = (queries[number].double() @ items.T * SCALING).softmax(-1) @ items[:, :512]
+    assert (ours.double() - truth).norm() <= 1.2 * (torchs.double() - truth).norm()
+    assert (ours.double() - truth).norm() <= 0.02 * truth.norm()
+
+
 @pytest.mark.parametrize("most", [1, 2, 5, 32])
 @pytest.mark.parametrize("partial", [torch.float32, torch.bfloat16])
 def test_however_rows_are_split(most: int, partial: torch.dtype) -> None:
