@@ -16,10 +16,10 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from base.errors import StartupError
 from benchmarks.attention_extras import deep_gemm_scores, flash_mla, flash_mla_prompt
+from benchmarks.attention_report import CaseResult, print_results
 from benchmarks.graph_timing import Work, copy_gb_per_s, median_us
 from benchmarks.machine import this_machine
 from benchmarks.program import run
@@ -66,17 +66,6 @@ class Case:
     tensor_us: float = 0.0
 
 
-@dataclass(frozen=True)
-class CaseResult:
-    """Median microseconds in each column."""
-
-    name: str
-    batch: int
-    num_bytes: tuple[int, int]
-    us: dict[str, float]
-    tensor_us: float = 0.0
-
-
 class Sweep(StrEnum):
     """What to cut in every way."""
 
@@ -109,7 +98,10 @@ def main(
             us = {name: median_us(work, case.turns) for name, work in case.work.items()}
             results.append(CaseResult(case.name, case.batch, case.num_bytes, us, case.tensor_us))
     bandwidth = copy_gb_per_s()
-    print_results(results, context_length, bandwidth, Console())
+    shapes = (
+        f"items of {ITEM_DIM}, top-k {TOPK}; selection: {INDEX_HEADS} heads of {INDEX_DIM} over {context_length} tokens"
+    )
+    print_results(results, shapes, bandwidth, Console())
     document = {
         "schema": SCHEMA,
         "device": torch.cuda.get_device_name(),
@@ -359,49 +351,6 @@ def index_inputs(tokens: int) -> IndexQueries:
         queries=torch.randn(tokens, INDEX_HEADS, INDEX_DIM, dtype=torch.bfloat16),
         head_weights=torch.randn(tokens, INDEX_HEADS),
     )
-
-
-def print_results(results: list[CaseResult], context_length: int, bandwidth: float, console: Console) -> None:
-    """A line per case and format, and what the columns mean. bandwidth: GB/s, of the limits."""
-    dense = _table("bfloat16", "torch us", "triton us", "ratio", "GB/s")
-    fp8 = _table("fp8", "torch", "us", "GB/s", "limit", "plain", "extra")
-    for result in results:
-        dense_bytes, fp8_bytes = result.num_bytes
-        torch_us, triton_us, fp8_us = (result.us.get(name) for name in ("torch", "triton", "fp8"))
-        if triton_us:
-            ratio = None if torch_us is None else torch_us / triton_us
-            cells = (_number(torch_us), _number(triton_us), _number(ratio, 2))
-            dense.add_row(result.name, str(result.batch), *cells, _number(dense_bytes / triton_us / 1e3, 0))
-        if fp8_us:
-            in_torch = _number(None if triton_us else torch_us)  # beside triton_us it stands for bfloat16
-            cells = (in_torch, _number(fp8_us), _number(fp8_bytes / fp8_us / 1e3, 0))
-            limit = _number(max(fp8_bytes / bandwidth / 1e3, result.tensor_us))
-            others = (_number(result.us.get(name)) for name in ("plain", "extra"))
-            fp8.add_row(result.name, str(result.batch), *cells, limit, *others)
-    console.print(dense, "")
-    console.print(fp8, "")
-    console.print(
-        f"Microseconds. torch and triton: bfloat16; items of {ITEM_DIM}, top-k {TOPK}; selection: {INDEX_HEADS} heads "
-        f"of {INDEX_DIM} over {context_length} tokens. GB/s counts the items or keys once, whatever was read again; "
-        f"the limit is the larger of fp8's bytes at {bandwidth:.0f} GB/s, what a copy reached in this run, and its "
-        "products at 800 TFLOP/s, or 1600 of fp8 numbers; plain: by Triton alone, without kernels for Hopper; extra: "
-        "FlashMLA or DeepGEMM. "
-        f"{torch.cuda.get_device_name()}",
-        highlight=False,
-    )
-
-
-def _table(title: str, *headings: str) -> Table:
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, collapse_padding=True
-    )
-    for heading in ("", "queries", *headings):
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    return table
-
-
-def _number(value: float | None, digits: int = 1) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
 
 
 if __name__ == "__main__":

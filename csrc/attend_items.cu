@@ -9,7 +9,7 @@
 //
 // | gate | says of a tile | arrivals |
 // | --- | --- | --- |
-// | ready | it is written | the warps that have read its items |
+// | ready | it is written | the warps that convert; the threads that copy, when their copies end |
 // | weighed | so are its weights | the warps of the warpgroup that weighs it |
 // | free | it has been added up | the warps that multiply |
 #include "attend_part.cuh"

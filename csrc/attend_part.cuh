@@ -20,8 +20,8 @@ constexpr int WARPS_OF_GROUP = WARPGROUP / WARP;
 constexpr int PLACES = 2;
 constexpr int MULTIPLYING_REGISTERS = 192, READING_REGISTERS = 120;
 constexpr int QUERY_BYTES = 2 * (LATENT + ROPE);
-constexpr bool COPIES = ITEM_BYTES == QUERY_BYTES;  // items, which are bfloat16 then, too
-constexpr int READERS = COPIES ? WARPGROUP : WARPS_OF_GROUP;  // that say that a tile is written
+constexpr bool COPIES = ITEM_BYTES == QUERY_BYTES;  // items are bfloat16 as queries are
+constexpr int READERS = COPIES ? WARPGROUP : WARPS_OF_GROUP;  // threads, or warps, that say that a tile is written
 static_assert(THREADS == (MULTIPLYING + 1) * WARPGROUP, "a warpgroup that reads items, and those that multiply");
 
 // Below every score and yet finite: NEVER less this is still NEVER rather than NaN.

@@ -59,18 +59,12 @@ class Splits:
 
 
 def attend_rows(
-    queries: torch.Tensor,
-    kv: torch.Tensor,
-    rows: torch.Tensor,
-    scaling: float,
-    latent_dim: int,
-    use_cuda_kernel: bool = True,
+    queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
 ) -> torch.Tensor:
     """Attend each query to its own rows of a pool, of vectors in the queries' type: see `AttentionBackend`.
 
     A query may also have no row at all; it attends to zero. The launch depends on shapes alone and waits for nothing,
-    so it can be captured in a CUDA graph. use_cuda_kernel: take the kernel of csrc/ where it can run. Raises ValueError
-    for tensors that do not fit together.
+    so it can be captured in a CUDA graph. Raises ValueError for tensors that do not fit together.
     """
     num_queries, _, item_dim = queries.shape
     if kv.shape[1:] != (item_dim,) or len(rows) != num_queries or kv.dtype != queries.dtype or kv.stride(1) != 1:
@@ -78,8 +72,8 @@ def attend_rows(
             f"expected kv [num_rows, {item_dim}] of {queries.dtype}, each row contiguous, and rows [{num_queries}, k], "
             f"found kv {tuple(kv.shape)} of {kv.dtype} with strides {kv.stride()} and rows {tuple(rows.shape)}"
         )
-    in_bf16 = kv.is_contiguous() and queries.dtype == torch.bfloat16
-    if use_cuda_kernel and in_bf16 and fits_cuda_kernel(queries, latent_dim):
+    in_bf16 = queries.dtype == torch.bfloat16 and kv.is_contiguous() and rows.dtype == torch.int64
+    if in_bf16 and fits_cuda_kernel(queries, latent_dim):
         return _attend(queries, kv, rows, scaling, latent_dim, _CUDA_TILING, _by_cuda)
     return _attend(queries, kv, rows, scaling, latent_dim, _tiling(queries), partial(_by_triton, num_scales=0))
 
@@ -93,7 +87,10 @@ def attend_fp8_rows(
     use_cuda_kernel: bool = True,
     splits: Splits = Splits(),
 ) -> torch.Tensor:
-    """`attend_rows` of a pool of fp8 items, uint8 [num_rows, item_bytes], contiguous, by queries in bfloat16."""
+    """`attend_rows` of a pool of fp8 items, uint8 [num_rows, item_bytes], contiguous, by queries in bfloat16.
+
+    use_cuda_kernel: take the kernel of csrc/ where it can run.
+    """
     num_queries, _, item_dim = queries.shape
     latent_dim = layout.latent_dim
     fits = item_dim == latent_dim + layout.rope_dim and len(rows) == num_queries and rows.dtype == torch.int64

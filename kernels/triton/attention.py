@@ -12,7 +12,7 @@ from kernels.triton.index_scores import StoredKeys, decode_scores, prompt_scores
 
 # Bounds the scores of one block of a prompt's queries, so that memory is linear in the length of the context.
 SCORE_BLOCK_BYTES = 64 << 20
-_MANY_TIMES = 16
+_MANY_TIMES = 16  # that an item is selected, so that to decode it first takes less
 
 
 class TritonBackend(AttentionBackend):
@@ -81,7 +81,7 @@ class Fp8TritonBackend(TritonBackend):
         scaling: float,
         latent_dim: int,
     ) -> torch.Tensor:
-        """Queries that attend to each item many times have all of them converted once."""
+        """If queries select an item many times, all are decoded to bfloat16 first."""
         if positions.numel() < _MANY_TIMES * len(rows) or not fits_cuda_kernel(queries, latent_dim):
             return super().attend_prompt(queries, kv, rows, positions, scaling, latent_dim)
         items = decode_items(kv, rows[:-1], self._layout)

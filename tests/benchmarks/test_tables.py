@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import attention, top_k
+from benchmarks import attention_report, top_k
 from benchmarks.decode import report as decode
 from benchmarks.decode.config import DecodeBench
 from benchmarks.decode.timing import StepTiming
@@ -59,9 +59,9 @@ def prefill_table() -> Table:
 
 def attention_table() -> Table:
     us = {"torch": 1_286_669.1, "triton": 23358.2, "fp8": 13358.2, "plain": 14358.2, "extra": 9876.5}
-    results = [attention.CaseResult("attend a chunk, 128 heads", 2048, (90_000_000_000, 70_000_000_000), us)]
+    results = [attention_report.CaseResult("attend a chunk, 128 heads", 2048, (90_000_000_000, 70_000_000_000), us)]
     figures = "2048 1286669.1 23358.2 55.08 3853 13358.2 5240 25858.9 14358.2 9876.5"
-    return lambda console: attention.print_results(results, 131072, 2707.0, console), figures
+    return lambda console: attention_report.print_results(results, "items of 576", 2707.0, console), figures
 
 
 def top_k_table() -> Table:
