@@ -39,9 +39,9 @@ def print_results(results: list[CaseResult], shapes: str, bandwidth: float, cons
     console.print(fp8, "")
     console.print(
         f"Microseconds. torch and triton: bfloat16; {shapes}. GB/s counts the items or keys once, whatever was read "
-        f"again; the limit is the larger of fp8's bytes at {bandwidth:.0f} GB/s, what a copy reached in this run, and its "
-        "products at 800 TFLOP/s, or 1600 of fp8 numbers; plain: by Triton alone, without kernels for Hopper; extra: "
-        "FlashMLA or DeepGEMM. "
+        f"again; the limit is the larger of fp8's bytes at {bandwidth:.0f} GB/s, what a copy reached in this run, and "
+        "its products at 800 TFLOP/s, or 1600 of fp8 numbers; plain: by Triton alone, without kernels for Hopper; "
+        "extra: FlashMLA or DeepGEMM. "
         f"{torch.cuda.get_device_name()}",
         highlight=False,
     )
