@@ -15,9 +15,9 @@ SOURCES = (".py", ".cu", ".cuh")
 NODES = ("prefill_node", "decode_node")
 # A limit is what was reached, rounded up. Lower it with every change that makes room. Only a feature raises it.
 LIMITS = {
-    "lines of the product": 44388,
+    "lines of the product": 44389,
     "files of the product": 294,
-    "lines of tests": 50267,
+    "lines of tests": 50270,
 }
 BANNED: dict[str, tuple[str, tuple[str, ...]]] = {
     # A pattern of a line, and the packages that it must not be in; with `-`, those that it may be in; with none, all.

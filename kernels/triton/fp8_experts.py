@@ -134,7 +134,8 @@ def _by_groups(library: DeepGemm, routed: _Routed, experts: SwiGluWeights, begin
         _by_groups(library, routed.part(0, half), experts, begin, out)
         _by_groups(library, routed.part(half, tokens), experts, begin + half, out)
         return
-    expert, scales = expert[:count], scales[: count * blocks(routed.x.shape[1])].view(-1, count).t()
+    num_blocks = routed.x_scales.shape[1]
+    expert, scales = expert[:count], scales[: num_blocks * count].view(num_blocks, count).t()
     both = library.grouped_product(values[:count], scales, experts.gate_up, experts.gate_up_scales, expert)
     del values, scales
     inner = swiglu_quantise(both, experts.power_of_two)
