@@ -18,7 +18,8 @@ FIRST = [(7 * i + i // 10) % 100 for i in range(200)]
 PREFIX = 128
 LENT = ((300, 20), (20, 80), (500, 28))
 """Slots at the decode node of the first 128 positions."""
-SENT_TO = ((700, 40), (3, 40))
+SENT_TO = ((700, 40), (103, 40))
+"""Slots that prompts are sent to: none of a prefix, which the decode node would not lend while they are written."""
 
 
 class Held(threading.Event):
