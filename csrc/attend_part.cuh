@@ -21,7 +21,7 @@ constexpr int PLACES = 2;
 constexpr int MULTIPLYING_REGISTERS = 192, READING_REGISTERS = 120;
 constexpr int QUERY_BYTES = 2 * (LATENT + ROPE);
 constexpr bool COPIES = ITEM_BYTES == QUERY_BYTES;  // items are bfloat16 as queries are
-constexpr int READERS = COPIES ? WARPGROUP : WARPS_OF_GROUP;  // threads, or warps, that say that a tile is written
+constexpr int READERS = WARPS_OF_GROUP + (COPIES ? WARPGROUP : 0);  // arrivals that make a tile ready: of warps, and of copies
 static_assert(THREADS == (MULTIPLYING + 1) * WARPGROUP, "a warpgroup that reads items, and those that multiply");
 
 // Below every score and yet finite: NEVER less this is still NEVER rather than NaN.
@@ -192,6 +192,9 @@ class Copier {
                 if (chunk_ == 0) shared_.biases[place][at] = exists ? 0 : NEVER;
             }
             Gate(&shared_.ready[place]).arrive_after_copies();
+            publish_to_tensor_cores();  // zeros, which are no copies
+            __syncwarp();
+            if (lane_id() == 0) Gate(&shared_.ready[place]).arrive();
             find_rows(tile + 1);
         }
     }
