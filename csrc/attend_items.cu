@@ -10,8 +10,10 @@
 // | gate | says of a tile | arrivals |
 // | --- | --- | --- |
 // | ready | it is written | the warps that convert; the threads that copy, when their copies end |
-// | weighed | so are its weights | the warps of the warpgroup that weighs it |
+// | weighed | so are the weights of a part of its items | the warps of the warpgroup that weighs it |
 // | free | it has been added up | the warps that multiply |
+//
+// One more, asked, says that the queries are there: the first items are read meanwhile.
 #include "attend_part.cuh"
 
 // One of the warpgroups that multiply.
@@ -25,8 +27,9 @@ class Attention {
     float totals_[2];      // of weights, in this lane
     float references_[2];  // what all of them are relative to
 
-    // The scores of a tile, before they are scaled.
-    __device__ __forceinline__ void score(const u8* tile, float (&scores)[32]) const {
+    // The scores of a tile in base 2, less its reference, which both warpgroups are told.
+    __device__ __forceinline__ void score(int place, float (&scores)[32]) const {
+        const u8* const tile = shared_.tiles[place];
         begin_products();
 #pragma unroll
         for (int step = 0; step < PANELS * STEPS_OF_PANEL; ++step) {
@@ -34,12 +37,6 @@ class Attention {
         }
         commit_products();
         wait_for_products(scores);
-    }
-
-    // Tell both warpgroups the weights of a tile, and what they are relative to. Adds them up in this lane.
-    __device__ __forceinline__ void weigh(int place, float (&added)[2]) {
-        float scores[32];
-        score(shared_.tiles[place], scores);
         const float scale = __uint_as_float(static_cast<u32>(p_.scale));
         const u64* const biases = reinterpret_cast<const u64*>(shared_.biases[place]) + lane_id() % 4;
         float highest[2] = {LOWEST, LOWEST};
@@ -54,27 +51,32 @@ class Attention {
                 highest[number / 2] = fmaxf(highest[number / 2], one);
             }
         }
-        float reference[2];
 #pragma unroll
         for (int head = 0; head < 2; ++head) {
             const float found = highest_of_lanes(highest[head]);
-            reference[head] = found > references_[head] + HEADROOM ? found : references_[head];
-            if (lane_id() % 4 == 0) shared_.references[place][row_ + 8 * head] = reference[head];
+            const float reference = found > references_[head] + HEADROOM ? found : references_[head];
+            if (lane_id() % 4 == 0) shared_.references[place][row_ + 8 * head] = reference;
+#pragma unroll
+            for (int i = 0; i < 16; ++i) scores[i / 2 * 4 + 2 * head + i % 2] -= reference;
         }
+    }
+
+    // Tell both warpgroups the weights of a part of a tile. Adds them up in this lane.
+    __device__ __forceinline__ void weigh(int place, int part, const float (&scores)[32], float (&added)[2]) const {
         u8* const weights = shared_.tiles[place] + LATENT_PANELS * PANEL_BYTES + lane_id() % 4 * 4;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        for (int i = 8 * part / PARTS; i < 8 * (part + 1) / PARTS; ++i) {
 #pragma unroll
             for (int head = 0; head < 2; ++head) {
-                const float first = power_of_two(scores[4 * i + 2 * head] - reference[head]);
-                const float second = power_of_two(scores[4 * i + 2 * head + 1] - reference[head]);
+                const float first = power_of_two(scores[4 * i + 2 * head]);
+                const float second = power_of_two(scores[4 * i + 2 * head + 1]);
                 added[head] += first + second;
                 *reinterpret_cast<u32*>(weights + swizzled(row_ + 8 * head, i)) = to_bfloat16(first, second);
             }
         }
         publish_to_tensor_cores();
         __syncwarp();
-        if (lane_id() == 0) Gate(&shared_.weighed[place]).arrive();
+        if (lane_id() == 0) Gate(&shared_.weighed[place][part]).arrive();
     }
 
     // Make everything so far relative to the tile's reference.
@@ -95,17 +97,16 @@ class Attention {
         for (int i = 0; i < 128; ++i) sums_[i] *= decay[i / 2 % 2];
     }
 
-    // Add up the tile's latents, in this group's columns.
-    __device__ __forceinline__ void add(int place) {
+    // Begin to add up the latents of a part of the tile, in this group's columns.
+    __device__ __forceinline__ void begin_to_add(int place, int part) {
         const u8* const tile = shared_.tiles[place];
         begin_products();
 #pragma unroll
-        for (int step = 0; step < STEPS_OF_PANEL; ++step) {
+        for (int step = STEPS_OF_PANEL * part / PARTS; step < STEPS_OF_PANEL * (part + 1) / PARTS; ++step) {
             multiply_by_columns(sums_, rows_of(tile + LATENT_PANELS * PANEL_BYTES, step),
                                 columns_of(tile + group_ * HALF_PANELS * PANEL_BYTES, step));
         }
         commit_products();
-        wait_for_products(sums_);
     }
 
     __device__ __forceinline__ void release(int place) const {
@@ -128,17 +129,23 @@ class Attention {
 #pragma unroll 1
         for (int tile = 0; tile < tiles; ++tile) {
             const int place = uniform(tile % PLACES), use = tile / PLACES;
-            float added[2] = {0, 0};
-            if (tile % MULTIPLYING == group_) {
+            const bool weighs = tile % MULTIPLYING == group_;
+            float scores[32], added[2] = {0, 0};
+            if (weighs) {
                 Gate(&shared_.ready[place]).wait(use);
                 if (COPIES) publish_to_tensor_cores();  // what others have copied
-                weigh(place, added);
+                score(place, scores);
             }
-            Gate(&shared_.weighed[place]).wait(use);
-            scale_down(place);
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) {
+                if (weighs) weigh(place, part, scores, added);
+                Gate(&shared_.weighed[place][part]).wait(use);
+                if (part == 0) scale_down(place);
+                begin_to_add(place, part);
+            }
             totals_[0] += added[0];
             totals_[1] += added[1];
-            add(place);
+            wait_for_products(sums_);
             release(place);
         }
 #pragma unroll
@@ -228,31 +235,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_items(const __gr
     Shared& shared = *reinterpret_cast<Shared*>(memory + (-shared_address(memory) & (SWIZZLED_BYTES - 1)));
     const Part part(p);
     if (threadIdx.x == 0) {
+        Gate(&shared.asked).make(MULTIPLYING * WARPS_OF_GROUP);
         for (int place = 0; place < PLACES; ++place) {
             Gate(&shared.ready[place]).make(READERS);
-            Gate(&shared.weighed[place]).make(WARPS_OF_GROUP);
+            for (int part = 0; part < PARTS; ++part) Gate(&shared.weighed[place][part]).make(WARPS_OF_GROUP);
             Gate(&shared.free[place]).make(MULTIPLYING * WARPS_OF_GROUP);
         }
     }
+    __syncthreads();
     follow();
     const int group = uniform(threadIdx.x / WARPGROUP);
     if (group == MULTIPLYING) {
         leave_registers<READING_REGISTERS>();
         if (COPIES) {
-            Copier copier(p, shared, part);
-            __syncthreads();
-            copier.copy();
+            Copier(p, shared, part).copy();
         } else {
-            Converter converter(p, shared, part);
-            __syncthreads();
-            converter.convert();
+            Converter(p, shared, part).convert();
         }
         __syncthreads();
     } else {
         take_registers<MULTIPLYING_REGISTERS>();
         Attention attention(p, shared, part, group);
         read_queries(p, part, shared.queries);
-        __syncthreads();
+        __syncwarp();
+        if (lane_id() == 0) Gate(&shared.asked).arrive();
+        Gate(&shared.asked).wait(0);
         attention.attend();
         __syncthreads();
         attention.write();

@@ -22,6 +22,7 @@ constexpr int MULTIPLYING_REGISTERS = 192, READING_REGISTERS = 120;
 constexpr int QUERY_BYTES = 2 * (LATENT + ROPE);
 constexpr bool COPIES = ITEM_BYTES == QUERY_BYTES;  // items are bfloat16 as queries are
 constexpr int READERS = WARPS_OF_GROUP + (COPIES ? WARPGROUP : 0);  // arrivals that make a tile ready: of warps, and of copies
+constexpr int PARTS = COPIES ? 2 : 1;  // of a tile's items: weights of one are computed while the one before is added up
 static_assert(THREADS == (MULTIPLYING + 1) * WARPGROUP, "a warpgroup that reads items, and those that multiply");
 
 // Below every score and yet finite: NEVER less this is still NEVER rather than NaN.
@@ -36,7 +37,7 @@ struct Shared {
     u32 biases[PLACES][TILE_ITEMS];
     float references[PLACES][TILE_HEADS];  // what weights of a tile are relative to
     float totals[MULTIPLYING][TILE_HEADS];
-    u64 ready[PLACES], weighed[PLACES], free[PLACES];
+    u64 ready[PLACES], weighed[PLACES][PARTS], free[PLACES], asked;
 };
 static_assert(sizeof(Shared) + SWIZZLED_BYTES <= FIXED_BYTES, "kernels/attend_items.py reserves less");
 

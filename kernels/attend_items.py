@@ -32,7 +32,7 @@ class AttendSpecialization(Specialization):
     def shared_bytes(self) -> int:
         """Queries, two tiles of items, three numbers for each of their rows or heads, gates, and alignment."""
         tile, alignment = TILE_ITEMS * 2 * (PUBLISHED.latent_dim + PUBLISHED.rope_dim), 1024
-        return 3 * tile + 3 * 2 * TILE_ITEMS * 4 + 6 * 8 + alignment
+        return 3 * tile + 3 * 2 * TILE_ITEMS * 4 + 9 * 8 + alignment
 
     def constants(self) -> dict[str, int | str]:
         return {
