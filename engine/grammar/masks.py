@@ -72,13 +72,16 @@ class MaskWriter:
                     if not place:
                         failed[row // width] = str(violation)
             self._clear(row for row in range(place, len(states) * width, width) if row not in rows)
-        for one in followed.values():
-            one.go_back()
+        for index, one in followed.items():
+            try:
+                one.go_back()
+            except GrammarViolation as violation:
+                failed[index] = str(violation)
         return Masks(self._words[: len(states) * width], failed)
 
     def _fill(self, states: Mapping[int, GrammarState], rows: int) -> None:
         begin, stride = self._rows.ctypes.data, self._rows.strides[0]
-        if self._executor is None:
+        if self._executor is None or len(states) < 2:  # the library's threads take none as an error
             for row, state in states.items():
                 state.matcher.unsafe_compute_mask_ptr(begin + row * stride, stride)
         else:

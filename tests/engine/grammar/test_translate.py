@@ -30,6 +30,11 @@ from tests.gateway.formats.examples import parsing_format
         (JsonSchema(schema_text="true"), ["1", '"a"'], ["a", ""]),
         (JsonSchema(schema_text='{"type": "integer", "minimum": 3}'), ["3", "12"], ["2", "-1", "3.5"]),
         (JsonSchema(schema_text='{"type": "string", "format": "password"}'), ['"x"'], ["x"]),
+        (
+            JsonSchema(schema_text='{"items": {"type": "null", "format": ["uri"]}, "type": "array"}'),
+            ["[null]"],
+            ["[1]"],
+        ),
         (JsonSchema(schema_text='{"x-guidance": {"lenient": true}, "type": "null"}'), ["null"], ["0"]),
         (Regex(pattern=r"(\d{4})-\d\d/x|\n"), ["2024-01/x", "\n"], ["2024-01", "2024-1/x", "a2024-01/x"]),
         (Regex(pattern="^a+$"), ["aa"], ["", "ab"]),
@@ -93,6 +98,10 @@ def test_free_text_ends_with_the_first_occurrence_of_a_plain_marker() -> None:
                 schema_text='{"$defs": {"x": {"uniqueItems": true}}, "properties": {"a": {"$ref": "#/$defs/x"}}}'
             ),
             r"at /\$defs/x: Unimplemented keys",
+        ),
+        (
+            JsonSchema(schema_text=f'{{"items": {{"maximum": {10**30}, "type": "foo"}}}}'),
+            "json_schema at /items: Invalid type: foo",
         ),
         (JsonSchema(schema_text='{"$ref": "http://example.com/s"}'), "Default retriever does not fetch"),
         (Regex(pattern="(?=a)"), "regex: .*look-around"),
