@@ -20,7 +20,7 @@ from kernels.operands import (
 )
 
 quantise = fp8.quantise_activations
-experts_fp8 = fp8.experts_quantised
+experts_fp8 = fp8.experts
 CANDIDATES = 1024
 """Likeliest tokens, which nearly always decide a threshold. Finding them is much cheaper than sorting a vocabulary."""
 _ALL_AT_ONCE_BYTES = 1 << 30

@@ -100,7 +100,13 @@ class SplitModel(SparseModel):
         self._gather_rows = gather
         self._on_begin = on_begin
 
-    def _prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None], kv_only: bool) -> torch.Tensor:
+    @torch.no_grad()
+    def prefill(
+        self,
+        chunks: Sequence[PrefillChunk],
+        on_layer: Callable[[int], None] = lambda _: None,
+        kv_only: bool = True,
+    ) -> torch.Tensor:
         """Waits for the others in every layer. Hidden states are of all tokens, in every process."""
         self._on_begin()
         split = SplitPass(chunks, self.spec, self._backend, self._shard, self._gather_rows, self.device)

@@ -123,7 +123,7 @@ class CountingModel:
         """The position that a token selects its successor of."""
         self.step_s = 0.0
 
-    def decode_hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, step: DecodeStep) -> torch.Tensor:
+    def decode(self, token_ids: torch.Tensor, positions: torch.Tensor, step: DecodeStep) -> torch.Tensor:
         if self.error is not None:
             raise self.error
         self.batches.append(len(token_ids))

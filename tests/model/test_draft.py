@@ -94,7 +94,7 @@ def test_drafts_are_those_of_the_published_formula(stored: tuple[Path, Path]) ->
     requests = prefilled(model, prompts, DRAFTS)
     pool, positions = requests[0].pool, torch.tensor(LENGTHS) - 1
     ids = torch.stack([prompt[-1] for prompt in prompts])
-    hidden = model.decode_hidden(ids, positions, ResidentBatch(pool, requests, positions.tolist()))
+    hidden = model.decode(ids, positions, ResidentBatch(pool, requests, positions.tolist()))
     ids = model.logits(hidden).argmax(-1)
     tokens, states = [ids], []
     for draft in range(DRAFTS):
@@ -124,7 +124,7 @@ def test_a_prompt_gets_the_entries_that_drafting_stores(drafting: SparseModel) -
     [stepwise] = prefilled(drafting, [prompt[:70]], 30)
     for position in range(69, 99):
         ids, at = prompt[position : position + 1], torch.tensor([position])
-        hidden = drafting.decode_hidden(ids, at, ResidentBatch(stepwise.pool, [stepwise], [position]))
+        hidden = drafting.decode(ids, at, ResidentBatch(stepwise.pool, [stepwise], [position]))
         batch = ResidentBatch(stepwise.pool, [stepwise], [position])
         assert drafting.draft(prompt[position + 1 : position + 2], hidden, at, batch, None) is None
     for one, other in zip(draft_kv(drafting, whole, 99), draft_kv(drafting, stepwise, 99), strict=True):
@@ -135,7 +135,7 @@ def test_a_prompt_gets_the_entries_that_drafting_stores(drafting: SparseModel) -
 def test_only_picked_tokens_are_drafted_for(drafting: SparseModel) -> None:
     """Several tokens of each request are stored, and the hidden states of one each go on."""
     prompts, lengths = [prompt_of(length) for length in (90, 20)], (80, 18)
-    hidden = [drafting.prefill_hidden([whole_chunk(drafting, prompt)]) for prompt in prompts]
+    hidden = [drafting.prefill([whole_chunk(drafting, prompt)], kv_only=False) for prompt in prompts]
     requests = prefilled(drafting, [prompt[:length] for prompt, length in zip(prompts, lengths, strict=True)], 10)
     of, at = [0, 0, 0, 1, 1, 1], [79, 80, 81, 17, 18, 0]
     picked = [1, 4]
@@ -165,7 +165,7 @@ def whole_chunk(model: SparseModel, prompt: torch.Tensor) -> PrefillChunk:
 
 def test_hidden_states_and_tokens_do_not_depend_on_the_draft_layer(drafting: SparseModel, model: SparseModel) -> None:
     prompt = prompt_of(80)
-    states = [each.prefill_hidden([whole_chunk(each, prompt)]) for each in (drafting, model)]
+    states = [each.prefill([whole_chunk(each, prompt)], kv_only=False) for each in (drafting, model)]
     assert torch.equal(*states)
     assert (model.spec.draft_layer, model.network.draft) == (None, None)
     assert (drafting.spec.draft_layer, drafting.spec.num_layers) == (model.spec.num_layers, model.spec.num_layers + 1)
