@@ -13,6 +13,7 @@ from kernels.copy_items import CopyItemsParams, CopySpecialization
 from kernels.swap_in import SwapInParams, SwapInSpecialization, hot_granule, seen_bits
 from kernels.wait_time import WaitTimeParams, WaitTimeSpecialization
 from tests.csrc.emulator import COMPILER, EmulatedKernel
+from tests.hisparse.selections import select, select_by_queries
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
@@ -112,30 +113,6 @@ class Emulated:
             violations,
         ]
         return int((given_valid[:size] - plan.valid).sum())
-
-
-def select(rng: random.Random, newest: int, k: int, hot_size: int) -> list[int]:
-    low = rng.choice([0, max(0, newest - hot_size - 4)])
-    distinct = rng.random() < 0.5 and newest - low >= k
-    chosen = rng.sample(range(low, newest + 1), k) if distinct else [rng.randint(low, newest) for _ in range(k)]
-    gaps = rng.choice([0.0, 0.0, 0.3, 1.0])
-    return [-1 if rng.random() < gaps else position for position in chosen]
-
-
-def select_by_queries(
-    rng: random.Random, first: int, queries: int, k: int, hot_size: int, different: bool
-) -> list[list[int]]:
-    """As consecutive tokens do: mostly what the query before selected, and each up to its own position. All different
-    if that is asked for and there are as many positions."""
-    if different and first >= queries * k:
-        different = rng.sample(range(first), queries * k)
-        return [different[i * k : (i + 1) * k] for i in range(queries)]
-    selected = [select(rng, first, k, hot_size)]
-    drift = rng.choice([0.0, 0.05, 0.3, 1.0, 1.0])
-    for last in range(first + 1, first + queries):
-        new = select(rng, last, k, hot_size)
-        selected.append([n if rng.random() < drift else o for o, n in zip(selected[-1], new, strict=True)])
-    return selected
 
 
 @pytest.mark.parametrize(
