@@ -138,7 +138,7 @@ def test_the_swap_in_kernel_does_what_the_oracle_does(
     rng = random.Random(top_k)
     context = 3 * hot_size + steps + 8
     aligned, seen = item_bytes % 16 == 0, seen or seen_bits(context)
-    kernel = SwapInSpecialization(top_k, hot_size, item_bytes, "int64", "int64", aligned, block_size, seen)
+    kernel = SwapInSpecialization(top_k, hot_size, item_bytes, aligned, block_size, seen)
     emulated = Emulated(kernel, cluster, rows=3, context=context)
     newest = [hot_size - 1 if hot_size > 1 else 1, hot_size + 1, 3 * hot_size + 3]
     for residency in (emulated.oracle, emulated.state):
@@ -183,9 +183,7 @@ def test_queries_of_a_request_are_resolved_as_the_oracle_does(
     torch.manual_seed(top_k)
     rng = random.Random(queries + top_k)
     context = 3 * hot_size + steps * window + 20
-    kernel = SwapInSpecialization(
-        top_k, hot_size, 16, "int64", "int64", True, block_size, seen or seen_bits(context), queries, window
-    )
+    kernel = SwapInSpecialization(top_k, hot_size, 16, True, block_size, seen or seen_bits(context), queries, window)
     emulated = Emulated(kernel, cluster, rows=3, context=context)
     newest = [max(0, hot_size - window - 2), hot_size + 1, 3 * hot_size + 3]
     for residency in (emulated.oracle, emulated.state):
@@ -212,7 +210,7 @@ def test_queries_of_a_request_are_resolved_as_the_oracle_does(
 @pytest.mark.parametrize("cluster", [1, 4])
 @pytest.mark.parametrize("newest", [5, 40])
 def test_positions_that_do_not_exist_are_counted_once_and_select_nothing(newest: int, cluster: int) -> None:
-    kernel = SwapInSpecialization(4, 8, 16, "int64", "int64", True, 32, seen_bits(64))
+    kernel = SwapInSpecialization(4, 8, 16, True, 32, seen_bits(64))
     emulated = Emulated(kernel, cluster, rows=1, context=64)
     emulated.step([0], [newest], [[[newest + 1, 3, 2**40, -2]]], padding=1)
     _, _, _, violations = emulated.counters.tolist()
@@ -222,7 +220,7 @@ def test_positions_that_do_not_exist_are_counted_once_and_select_nothing(newest:
 @pytest.mark.parametrize("cluster", [1, 4])
 @pytest.mark.parametrize("newest", [3, 40])
 def test_each_query_has_positions_up_to_its_own(newest: int, cluster: int) -> None:
-    kernel = SwapInSpecialization(2, 8, 16, "int64", "int64", True, 32, seen_bits(64), queries=3, window=4)
+    kernel = SwapInSpecialization(2, 8, 16, True, 32, seen_bits(64), queries=3, window=4)
     emulated = Emulated(kernel, cluster, rows=1, context=64)
     own = [[newest, newest + 1], [newest + 1, newest + 2], [newest + 2, 2**40]]
     emulated.step([0], [newest], [own], padding=1, valid=[2])

@@ -63,7 +63,6 @@ def step_of_queries(both: Twins, rng: random.Random, rows: list[int], queries: i
     left = both.step(
         rows,
         positions,
-        rng.choice([torch.int32, torch.int64]),
         padding=rng.choice([0, 0, 1, 3]),
         queries=queries,
         offsets=offsets,
@@ -169,7 +168,6 @@ def test_sizes_of_real_models(queries: int, shape: Shape) -> None:
             both.step(
                 list(range(rows)),
                 {0: selected, 1: selected},
-                torch.int32 if step % 2 else torch.int64,
                 queries=queries,
                 accepted=[step % queries + 1] * rows,
             )
@@ -315,7 +313,7 @@ def test_what_the_kernel_cannot_read_is_refused() -> None:
 
     with pytest.raises(ValueError, match="1 to 4 positions, found 1 with 5"):
         both.on_gpu.launch(0, row, row, one, selected(1, 5), fetch=1, identity=row)
-    with pytest.raises(ValueError, match="must all be int32 or all int64"):
+    with pytest.raises(ValueError, match=r"tensors of int64 on cuda:0, found one of torch\.int32"):
         both.on_gpu.launch(0, row, row.int(), one, selected(1, 4), fetch=1, identity=row)
     with pytest.raises(ValueError, match="1 to 1 queries, the window being 1, found 2"):
         both.on_gpu.launch(0, row, row, Span(row, row + 1, 2), selected(2, 4), fetch=1, identity=row)
