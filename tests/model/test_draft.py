@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import structlog
 import torch
+from damage import edit_config, edit_weights
 from model_caches import PagedPool, PagedRequest, ResidentBatch
 from networks import tensors_of
 from plain_draft import PlainDraft
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from base.errors import StartupError
@@ -180,31 +181,29 @@ def test_repeated_tensors_are_loaded_once_and_nothing_is_left_unknown(checkpoint
     assert shapes.count(tuple(network.embedding.shape)) == 2, "the embedding and the head"
 
 
+@pytest.fixture
+def damaged(checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy of a checkpoint, to be damaged by the test."""
+    return Path(shutil.copytree(checkpoint, tmp_path / "damaged"))
+
+
 @pytest.mark.parametrize("lacks", ["weights", "configuration"])
-def test_a_checkpoint_without_the_layer_serves_without_it(checkpoint: Path, tmp_path: Path, lacks: str) -> None:
-    path = tmp_path / "copy"
-    shutil.copytree(checkpoint, path)
+def test_a_checkpoint_without_the_layer_serves_without_it(damaged: Path, lacks: str) -> None:
     if lacks == "weights":
-        weights = load_file(path / "model.safetensors")
-        kept = {name: values for name, values in weights.items() if not name.startswith("model.layers.5.")}
-        save_file(kept, path / "model.safetensors")
+        names = load_file(damaged / "model.safetensors")
+        edit_weights(damaged, **{name: None for name in names if name.startswith("model.layers.5.")})
     else:
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
-    assert not has_draft_layer(path)
-    model = load_model(path, torch.float32, CPU, drafts=True)
+        edit_config(damaged, num_nextn_predict_layers=0)
+    assert not has_draft_layer(damaged)
+    model = load_model(damaged, torch.float32, CPU, drafts=True)
     assert (model.spec.draft_layer, model.network.draft, model.spec.num_layers) == (None, None, 5)
 
 
-def test_a_layer_that_is_there_in_part_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    path = tmp_path / "copy"
-    shutil.copytree(checkpoint, path)
-    weights = load_file(path / "model.safetensors")
-    del weights["model.layers.5.enorm.weight"]
-    save_file(weights, path / "model.safetensors")
-    assert load_model(path, torch.float32, CPU).spec.num_layers == 5
+def test_a_layer_that_is_there_in_part_is_refused(damaged: Path) -> None:
+    edit_weights(damaged, **{"model.layers.5.enorm.weight": None})
+    assert load_model(damaged, torch.float32, CPU).spec.num_layers == 5
     with pytest.raises(StartupError, match=r"lacks 1 weights: model\.layers\.5\.enorm\.weight"):
-        load_model(path, torch.float32, CPU, drafts=True)
+        load_model(damaged, torch.float32, CPU, drafts=True)
 
 
 def test_the_projection_stays_in_bfloat16_where_others_are_in_fp8() -> None:
