@@ -11,8 +11,8 @@ from base.errors import StartupError
 from hisparse.device_pool import DeviceKVPool
 from hisparse.residency import Residency
 from hisparse.swap_in import Span, StepBatch, SwapInBackend, SwapInCounters, SwapInPlan
-from kernels.copy_items import are_aligned, copy_items, copy_kernel
-from kernels.launch import DeviceKernel, reads_registered_memory, shared_memory_limit
+from kernels.copy_items import CopySpecialization, are_aligned, copy_items
+from kernels.launch import DeviceKernel, kernel_on, reads_registered_memory, shared_memory_limit
 from kernels.swap_in import SwapInParams, SwapInSpecialization, default_block_size, seen_bits
 from kernels.wait_time import WaitTimer
 from kvcache.host_pool import HostKVPool
@@ -78,7 +78,7 @@ class CudaSwapIn(SwapInBackend):
         self._copied_ahead = [layers for layers in groups if layers]
         self._timed = self._copied_ahead[len(self._copied_ahead) // 2] if self._copied_ahead else ()
         for pools in ((host.kv, device.kv), (host.index_keys, self.device_index_keys)):
-            copy_kernel(self._on, pools[0].shape[-1], are_aligned(*pools))
+            kernel_on(self._on, CopySpecialization(pools[0].shape[-1], are_aligned(*pools)))
         self._kernels = {queries: self._kernel(queries) for queries in range(1, device.window // 2 + 2)}
         self._clusters = {queries: kernel.cluster_sizes() for queries, kernel in self._kernels.items()}
         self._params = [self._static_params(index_layer) for index_layer in range(self._layout.num_index_layers)]
