@@ -88,7 +88,7 @@ def tiers(
         index_page_size=1,  # so that a slab is one hot slot, or the index key of one token
         num_host_slots=host_slots,
         num_slabs=device_slots + 6400,
-        max_hot_slabs=device_slots,
+        max_device_slots=device_slots,
         has_prefix_cache=has_prefix_cache,
         window=step_window(max_drafts),
     )
