@@ -132,7 +132,7 @@ def seen_bits(max_context: int) -> int:
 def default_block_size(selected: int) -> int:
     """Threads per block: four selected positions per thread, and at least 512, so that enough warps copy."""
     wanted = -(-selected // 4)
-    return min(MAX_BLOCK_SIZE, max(512, 1 << (wanted - 1).bit_length() if wanted > 1 else 1))
+    return min(MAX_BLOCK_SIZE, max(512, 1 << (wanted - 1).bit_length()))
 
 
 def largest_hot_size(
