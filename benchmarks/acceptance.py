@@ -109,7 +109,7 @@ def continuations(model: SparseModel, prompt: Sequence[int], count: int, seed: i
     for index in range(count):
         keys = torch.from_numpy(numbers.keys(index, 1 + DRAFTS)).repeat(len(WAYS), 1)
         newest = steps[-1][:, 0] if steps else ids[-1:].repeat(len(WAYS))
-        hidden = model.decode_hidden(newest, copies.move(last + index), copies)
+        hidden = model.decode(newest, copies.move(last + index), copies)
         made = [draw(model.logits(hidden), keys[:, 0])]
         for number in range(DRAFTS):
             positions = copies.move(last + index + number)

@@ -6,12 +6,12 @@
 
 // The kernel that is launched directly before may write positions, first and valid, but not rows, newest and identity.
 struct SwapInParams {
-    const POSITION_T* positions;  // [batch, QUERIES, k], -1 for none
-    const INDEX_T* rows;          // [batch], distinct, negative for padding
-    const INDEX_T* newest;        // [batch], the newest position of each row
-    const INDEX_T* identity;      // [batch], the row has each position at its own hot index while newest + WINDOW is not larger
-    const INDEX_T* first;         // [batch], the position of query 0; not read if WINDOW is 1, like the next
-    INDEX_T* valid;               // [batch], how many queries there are; written where some are cut
+    const i64* positions;         // [batch, QUERIES, k], -1 for none
+    const i64* rows;              // [batch], distinct, negative for padding
+    const i64* newest;            // [batch], the newest position of each row
+    const i64* identity;          // [batch], the row has each position at its own hot index while newest + WINDOW is not larger
+    const i64* first;             // [batch], the position of query 0; not read if WINDOW is 1, like the next
+    i64* valid;                   // [batch], how many queries there are; written where some are cut
     i32* position_at;             // [rows, HOT_SIZE], of this index layer, like the next three
     i16* hot_of;                  // [rows, max_context]
     u8* referenced;               // [rows, HOT_SIZE]

@@ -106,7 +106,7 @@ __device__ __forceinline__ void resolve_unmanaged(const SwapInParams& p, const R
 }
 
 // The positions at the places that this block looks up.
-__device__ __forceinline__ void load_positions(const POSITION_T* positions, int places, const Cluster& cluster,
+__device__ __forceinline__ void load_positions(const i64* positions, int places, const Cluster& cluster,
                                                i64 (&loaded)[PLACES]) {
 #pragma unroll
     for (int j = 0; j < PLACES; ++j) {

@@ -113,9 +113,9 @@ class LogitAdjustments:
         for place in range(1, width):
             assert drafts is not None, "of every place after the first"
             # All places from this one on follow this draft.
-            for later in range(place, width):
-                draft = drafts[:, place - 1, None]
-                counts[later::width].scatter_add_(1, draft, torch.ones_like(draft, dtype=counts.dtype))
+            draft = drafts[:, place - 1, None, None].expand(-1, width - place, 1)
+            by_place = counts.view(len(rows), width, -1)[:, place:]
+            by_place.scatter_add_(2, draft, torch.ones_like(draft, dtype=counts.dtype))
         rows = rows.repeat_interleave(width)
         changed = logits + tables.bias[rows]
         if bans:

@@ -239,10 +239,11 @@ def compute_chunks(
     on_layer: called when the kernels that write a layer's KV are queued, and before any that read that layer's KV of
     earlier positions: it may wait for those.
     """
-    if all(alternatives is None for alternatives in wanted):
-        model.prefill(chunks, on_layer)
+    kv_only = all(alternatives is None for alternatives in wanted)
+    computed = model.prefill(chunks, on_layer, kv_only)
+    if kv_only:
         return {}
-    hidden = torch.split(model.prefill_hidden(chunks, on_layer), [len(chunk.token_ids) for chunk in chunks])
+    hidden = torch.split(computed, [len(chunk.token_ids) for chunk in chunks])
     return {
         number: QueuedLogprobs.of(chunk.start + 1, model.logprobs(states, chunk.next_ids, alternatives))
         for number, (chunk, states, alternatives) in enumerate(zip(chunks, hidden, wanted, strict=True))

@@ -71,13 +71,13 @@ class StepGraphs:
         left, _ = torch.cuda.mem_get_info(device)
         log.info("sized", what=f"recorded decode steps: {len(self._recorded)}, {human(max(0, free - left))}")
 
-    def verify(self, batch: int, longest: int, width: int) -> None:
+    def verify(self, batch: int, longest: int, width: int) -> DecodeStep:
         """`StepPasses.verify` of `batch` requests, the longest of which may come to have `longest` tokens."""
-        self._replay(0, batch, longest, width)
+        return self._replay(0, batch, longest, width)
 
-    def draft(self, batch: int, longest: int, width: int) -> None:
+    def draft(self, batch: int, longest: int, width: int) -> DecodeStep:
         """`StepPasses.draft` of the step that `verify` began with the same arguments."""
-        self._replay(1, batch, longest, width)
+        return self._replay(1, batch, longest, width)
 
     def close(self) -> None:
         """Give the recorded steps back: NCCL does not disconnect while one that uses it is left."""
@@ -86,12 +86,12 @@ class StepGraphs:
                 recording.graph.reset()
         self._recorded.clear()
 
-    def _replay(self, number: int, batch: int, longest: int, width: int) -> None:
+    def _replay(self, number: int, batch: int, longest: int, width: int) -> DecodeStep:
         size = next(size for size in self._batches if batch <= size)
         context = next(size for size in self._contexts if longest <= size)
         recording = self._recorded[_Size(size, context, width)][number]
         recording.graph.replay()
-        recording.step.verify()
+        return recording.step
 
     @torch.inference_mode()
     def _record(self, size: _Size, of: int) -> None:

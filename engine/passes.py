@@ -71,7 +71,7 @@ class StepPasses:
         step = self._coordinator.cache(
             rows, newest, queries, stored, max_tokens, layers=layers, backs_up=not self.drafts
         )
-        hidden = self.model.decode_hidden(self.tokens[row, :width].flatten(), stored.positions(), step)
+        hidden = self.model.decode(self.tokens[row, :width].flatten(), stored.positions(), step)
         self.logits[: batch * width] = self.model.logits(hidden)
         step.finish()
         self.valid[:batch] = queries.counts

@@ -105,6 +105,8 @@ class ModelRunner:
         self._settings = greedy.repeat(max_running, 1).to(device)
         self._adjustments = LogitAdjustments(max_running, model.spec.vocab_size, device)
         self._graphs = StepGraphs(self.passes, max_running, context_length, self.policy.widths) if record else None
+        self._queued = self._graphs or self.passes
+        """Queues the passes of a step, recorded or kernel by kernel."""
 
     def close(self) -> None:
         """Give the recorded steps back. No step follows."""
@@ -129,14 +131,14 @@ class ModelRunner:
         """
         places, padded = batch.places, padded or len(batch)
         self._upload(batch)
-        self._verify(padded, places.longest, places.width)
+        self._queued.verify(padded, places.longest, places.width).verify()
         return LaunchedStep(batch, self.passes.logits[: len(batch) * places.width], padded)
 
     @torch.inference_mode()
     def pad(self, size: StepSize) -> None:
         """Queue the passes of a step of padding only, for a rank without requests."""
         self.passes.inputs.fill_(-1)
-        self._verify(size.batch, 1, size.width)
+        self._queued.verify(size.batch, 1, size.width).verify()
         self._draft(size.batch, 1, size.width)
 
     @torch.inference_mode()
@@ -226,16 +228,6 @@ class ModelRunner:
         inputs[:, list(ended)] = -1
         upload(inputs, self.passes.inputs)
 
-    def _verify(self, batch: int, longest: int, width: int) -> None:
-        if self._graphs is not None:
-            self._graphs.verify(batch, longest, width)
-        else:
-            self.passes.verify(batch, longest, width).verify()
-
     def _draft(self, batch: int, longest: int, width: int) -> None:
-        if not self.passes.drafts:
-            return
-        if self._graphs is not None:
-            self._graphs.draft(batch, longest, width)
-        else:
-            self.passes.draft(batch, longest, width).verify()
+        if self.passes.drafts:
+            self._queued.draft(batch, longest, width).verify()

@@ -11,9 +11,9 @@ from base.errors import StartupError
 from hisparse.device_pool import DeviceKVPool
 from hisparse.residency import Residency
 from hisparse.swap_in import Span, StepBatch, SwapInBackend, SwapInCounters, SwapInPlan
-from kernels.copy_items import are_aligned, copy_items, copy_kernel
-from kernels.launch import DeviceKernel, reads_registered_memory, shared_memory_limit
-from kernels.swap_in import IndexType, SwapInParams, SwapInSpecialization, default_block_size, seen_bits
+from kernels.copy_items import CopySpecialization, are_aligned, copy_items
+from kernels.launch import DeviceKernel, kernel_on, reads_registered_memory, shared_memory_limit
+from kernels.swap_in import SwapInParams, SwapInSpecialization, default_block_size, seen_bits
 from kernels.wait_time import WaitTimer
 from kvcache.host_pool import HostKVPool
 
@@ -23,7 +23,6 @@ _FEW_QUERIES = 2
 """Up to this number `resolve` fetches all layers of a group: it takes no longer than a fork and the waits for it."""
 _BYTES, _AHEAD_BYTES = 2, 4
 """Places in the counters; the first four are `Counter` of csrc/request.cuh."""
-_INDEX_TYPES: dict[torch.dtype, IndexType] = {torch.int32: "int32", torch.int64: "int64"}
 
 
 @dataclass(frozen=True)
@@ -79,16 +78,13 @@ class CudaSwapIn(SwapInBackend):
         self._copied_ahead = [layers for layers in groups if layers]
         self._timed = self._copied_ahead[len(self._copied_ahead) // 2] if self._copied_ahead else ()
         for pools in ((host.kv, device.kv), (host.index_keys, self.device_index_keys)):
-            copy_kernel(self._on, pools[0].shape[-1], are_aligned(*pools))
-        self._kernels: dict[tuple[int, torch.dtype, torch.dtype], DeviceKernel] = {}
-        self._clusters: dict[int, dict[int, int]] = {
-            queries: self._kernel(queries, torch.int64, torch.int64).cluster_sizes()
-            for queries in range(1, device.window // 2 + 2)
-        }
+            kernel_on(self._on, CopySpecialization(pools[0].shape[-1], are_aligned(*pools)))
+        self._kernels = {queries: self._kernel(queries) for queries in range(1, device.window // 2 + 2)}
+        self._clusters = {queries: kernel.cluster_sizes() for queries, kernel in self._kernels.items()}
         self._params = [self._static_params(index_layer) for index_layer in range(self._layout.num_index_layers)]
 
     def resolve(self, index_layer: int, batch: StepBatch, positions: torch.Tensor) -> CudaSwapInPlan:
-        """See SwapInBackend; also fetches the group's first layer, or all. positions: int32 or int64."""
+        """See SwapInBackend; also fetches the group's first layer, or all."""
         layers = self._layout.layers_of(index_layer)
         fetch = len(layers) if len(positions) <= _FEW_QUERIES else 1
         plan = self.launch(
@@ -112,10 +108,9 @@ class CudaSwapIn(SwapInBackend):
     ) -> CudaSwapInPlan:
         """Resolve, and fetch the misses in the first `fetch` layers of the group.
 
-        rows, newest: both int32 or both int64 [batch], below 0 for padding. identity: of the same type, see StepBatch.
-        queries: of the same type; where the window is 1, each row has one, at its newest position. positions: int32 or
-        int64 [batch * queries.width, k]. cluster: blocks per request, chosen if None. Raises ValueError for tensors
-        that the kernel cannot read.
+        rows, newest, identity: int64 [batch], see StepBatch. queries: where the window is 1, each row has one, at its
+        newest position. positions: int64 [batch * queries.width, k]. cluster: blocks per request, chosen if None.
+        Raises ValueError for tensors that the kernel cannot read.
         """
         size, k = self._check(rows, newest, identity, queries, positions)
         width = queries.width * k
@@ -132,8 +127,7 @@ class CudaSwapIn(SwapInBackend):
         params.miss_device_slots = params.miss_host_slots + 8 * size * width
         params.k = k
         cluster = cluster or self.cluster_size(size, queries.width)
-        kernel = self._kernel(queries.width, rows.dtype, positions.dtype)
-        kernel.launch(params, (size * cluster, 1, 1), cluster)
+        self._kernels[queries.width].launch(params, (size * cluster, 1, 1), cluster)
         fetched = self._layout.layers_of(index_layer)[:fetch]
         return CudaSwapInPlan(slots.view(-1, k), miss_host_slots, miss_device_slots, miss_counts, fetched)
 
@@ -212,38 +206,31 @@ class CudaSwapIn(SwapInBackend):
         k = positions.shape[1]
         if not size or not 1 <= k <= self._top_k:
             raise ValueError(f"expected a batch of at least 1 with 1 to {self._top_k} positions, found {size} with {k}")
-        if queries.width not in self._clusters:
+        if queries.width not in self._kernels:
             raise ValueError(
-                f"expected 1 to {max(self._clusters)} queries, the window being {self.device.window}, "
+                f"expected 1 to {max(self._kernels)} queries, the window being {self.device.window}, "
                 f"found {queries.width}"
             )
-        if any(t.dtype != rows.dtype for t in of_rows) or not {rows.dtype, positions.dtype} <= _INDEX_TYPES.keys():
-            raise ValueError(
-                f"{names} must all be int32 or all int64, positions either, found "
-                f"{', '.join(str(tensor.dtype) for tensor in (*of_rows, positions))}"
-            )
         for tensor in (*of_rows, positions):
-            if not tensor.is_contiguous() or tensor.device != self._on:
-                raise ValueError(f"expected contiguous tensors on {self._on}, found one on {tensor.device}")
+            if tensor.dtype != torch.int64 or not tensor.is_contiguous() or tensor.device != self._on:
+                raise ValueError(
+                    f"expected contiguous tensors of int64 on {self._on}, found one of {tensor.dtype} on "
+                    f"{tensor.device} with strides {tensor.stride()}"
+                )
         return size, k
 
-    def _kernel(self, queries: int, index_type: torch.dtype, position_type: torch.dtype) -> DeviceKernel:
-        key = (queries, index_type, position_type)
-        if key not in self._kernels:
-            specialization = SwapInSpecialization(
-                top_k=self._top_k,
-                hot_size=self.residency.device_buffer_size,
-                item_bytes=self._layout.item_bytes,
-                index_type=_INDEX_TYPES[index_type],
-                position_type=_INDEX_TYPES[position_type],
-                aligned=are_aligned(self.host.kv, self.device.kv),
-                block_size=self.block_size(queries),
-                seen_bits=seen_bits(self.device.max_context),
-                queries=queries,
-                window=self.device.window,
-            )
-            self._kernels[key] = DeviceKernel(specialization.fitted(shared_memory_limit(self._on)), self._on)
-        return self._kernels[key]
+    def _kernel(self, queries: int) -> DeviceKernel:
+        specialization = SwapInSpecialization(
+            top_k=self._top_k,
+            hot_size=self.residency.device_buffer_size,
+            item_bytes=self._layout.item_bytes,
+            aligned=are_aligned(self.host.kv, self.device.kv),
+            block_size=self.block_size(queries),
+            seen_bits=seen_bits(self.device.max_context),
+            queries=queries,
+            window=self.device.window,
+        )
+        return DeviceKernel(specialization.fitted(shared_memory_limit(self._on)), self._on)
 
     def _static_params(self, index_layer: int) -> ctypes.Structure:
         """The parameters that are the same in every launch for an index layer: where its state and items are."""

@@ -22,8 +22,8 @@ request."""
 class Sizes:
     """Sizes of the pools of one decode node: the constructor arguments of HostKVPool and DeviceKVPool.
 
-    config: with the buffers that requests have. max_hot_slabs: slabs that may be hot slots at a time; all if None.
-    window: positions that a step of a request may write.
+    config: with the buffers that requests have. max_device_slots: hot slots that there may be at a time; any number if
+    None. window: positions that a step of a request may write.
     """
 
     config: HiSparseConfig
@@ -33,7 +33,7 @@ class Sizes:
     index_page_size: int
     num_host_slots: int
     num_slabs: int
-    max_hot_slabs: int | None = None
+    max_device_slots: int | None = None
     has_prefix_cache: bool = False
     window: int = 1
 
@@ -67,6 +67,11 @@ class Sizes:
     @property
     def slab(self) -> SlabLayout:
         return SlabLayout.of(self.layout, self.index_page_size, self.config.device_buffer_size)
+
+    @property
+    def max_hot_slabs(self) -> int | None:
+        """Slabs that may be hot slots at a time; all if None."""
+        return None if self.max_device_slots is None else self.max_device_slots // self.slab.slots
 
     @property
     def buffer_slabs(self) -> int:
@@ -175,7 +180,7 @@ def plan_sizes(
             index_page_size=index_page_size,
             num_host_slots=host_slots,
             num_slabs=0,
-            max_hot_slabs=None if max_device_slots is None else max_device_slots // slab.slots,
+            max_device_slots=max_device_slots,
             has_prefix_cache=has_prefix_cache,
             window=window,
         )

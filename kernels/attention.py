@@ -44,7 +44,9 @@ class AttentionBackend:
 
         compressed: [N, latent_dim + rope_dim], what `kv_a_proj_with_mqa` computes. norm: of the latent.
         """
-        return self.format.encode_items(items_of(compressed, norm, rope))
+        latent, key_rope = compressed.unsqueeze(1).tensor_split((norm.weight.numel(),), dim=-1)
+        items = ops_for(compressed).rotate(key_rope, norm(latent), rope, interleaved=True, beside_first=True)
+        return self.format.encode_items(items.squeeze(1))
 
     def encode_index_keys(
         self, projected: torch.Tensor, norm: LayerNorm, rope: Rope, interleaved: bool
@@ -53,7 +55,9 @@ class AttentionBackend:
 
         projected: [N, index_dim], what `wk` computes. interleaved: see `Ops.rotate`.
         """
-        return self.format.encode_index_keys(index_keys_of(projected, norm, rope, interleaved))
+        rotated, rest = norm(projected).unsqueeze(1).tensor_split((rope.dim,), dim=-1)
+        keys = ops_for(projected).rotate(rotated, rest, rope, interleaved=interleaved, beside_first=False)
+        return self.format.encode_index_keys(keys.squeeze(1))
 
     def attend_rows(
         self, queries: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, scaling: float, latent_dim: int
@@ -181,16 +185,3 @@ def _scores(index: IndexQueries, keys: torch.Tensor) -> torch.Tensor:
     """
     per_head = (index.queries.float() @ keys.transpose(-1, -2)).mul_(keys.shape[-1] ** -0.5).relu_()
     return torch.bmm(index.head_weights.unsqueeze(1), per_head).squeeze(1)
-
-
-def items_of(compressed: torch.Tensor, norm: RmsNorm, rope: Rope) -> torch.Tensor:
-    """The KV items [N, item_dim] of compressed keys and values of the same shape (kv_a_proj_with_mqa)."""
-    latent, key_rope = compressed.unsqueeze(1).tensor_split((norm.weight.numel(),), dim=-1)
-    return ops_for(compressed).rotate(key_rope, norm(latent), rope, interleaved=True, beside_first=True).squeeze(1)
-
-
-def index_keys_of(projected: torch.Tensor, norm: LayerNorm, rope: Rope, interleaved: bool) -> torch.Tensor:
-    """The index keys of projected hidden states (wk), both [N, index_dim]."""
-    rotated, rest = norm(projected).unsqueeze(1).tensor_split((rope.dim,), dim=-1)
-    rotate = ops_for(projected).rotate
-    return rotate(rotated, rest, rope, interleaved=interleaved, beside_first=False).squeeze(1)

@@ -1,11 +1,10 @@
 """Copying items between the tiers by lists of slots, with csrc/copy_items.cu."""
 
-import functools
 from dataclasses import dataclass
 
 import torch
 
-from kernels.launch import DeviceKernel, processors
+from kernels.launch import kernel_on, processors
 from kernels.specialization import VECTOR_BYTES, Specialization, params_of
 
 CopyItemsParams = params_of("copy_items.cu", "CopyItemsParams")
@@ -30,12 +29,6 @@ def are_aligned(*pools: torch.Tensor) -> bool:
     return not any((pool.data_ptr() | pool.stride(0) | pool.shape[-1]) % VECTOR_BYTES for pool in pools)
 
 
-@functools.cache
-def copy_kernel(device: torch.device, item_bytes: int, aligned: bool) -> DeviceKernel:
-    """The kernel of `copy_items`, loaded once. While a graph is captured nothing can be loaded: ask for it before."""
-    return DeviceKernel(CopySpecialization(item_bytes, aligned), device)
-
-
 def copy_items(
     source: torch.Tensor,
     target: torch.Tensor,
@@ -56,7 +49,7 @@ def copy_items(
         return
     num_layers, device = len(source), from_slots.device
     rows, width = from_slots.view(-1, from_slots.shape[-1]).shape
-    kernel = copy_kernel(device, source.shape[-1], are_aligned(source, target))
+    kernel = kernel_on(device, CopySpecialization(source.shape[-1], are_aligned(source, target)))
     warps = kernel.specialization.block_size // 32
     blocks = min(-(-width // warps), max(1, (most_blocks or 2 * processors(device) // num_layers) // rows))
     params = CopyItemsParams(

@@ -124,20 +124,6 @@ def mlp(x: torch.Tensor, x_scales: torch.Tensor, weights: SwiGluWeights, dtype: 
 
 
 def experts(
-    hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: SwiGluWeights, shared: range | None = None
-) -> torch.Tensor:
-    """The weighted sum [T, H] of the chosen experts that this process has, `experts`; others contribute nothing.
-
-    hidden: [T, H]. ids: [T, k] integers; weights: float32 [T, k]. Every projection is rounded to the type of hidden, as
-    is the sum, which is made in float32 in the order of a token's ids. shared: the last expert of the stack is not one
-    of those that ids choose among, but computes these tokens of T, with weight 1.
-    """
-    return experts_quantised(
-        *quantise_activations(hidden, experts.power_of_two), ids, weights, experts, shared, dtype=hidden.dtype
-    )
-
-
-def experts_quantised(
     x: torch.Tensor,
     x_scales: torch.Tensor,
     ids: torch.Tensor,
@@ -146,7 +132,12 @@ def experts_quantised(
     shared: range | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """`experts` of tokens that are quantised already."""
+    """The weighted sum [T, H] of the chosen experts that this process has, `experts`; others contribute nothing.
+
+    x, x_scales: quantised activations [T, H]. ids: [T, k] integers; weights: float32 [T, k]. Every projection is
+    rounded to `dtype`, as is the sum, which is made in float32 in the order of a token's ids. shared: the last expert
+    of the stack is not one of those that ids choose among, but computes these tokens of T, with weight 1.
+    """
 
     def computed(tokens: torch.Tensor | slice, expert: int) -> torch.Tensor:
         return mlp(x[tokens], x_scales[tokens], experts[expert], dtype).float()

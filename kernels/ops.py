@@ -129,14 +129,11 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """`kernels.fp8.experts` of quantised activations [N, H]: bfloat16 [N, H]."""
 
-    def find_threshold(
-        self, scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, candidates: int = ...
-    ) -> Threshold:
+    def find_threshold(self, scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> Threshold:
         """The threshold that keeps each row's top_k likeliest tokens, and of those the fewest that make up top_p.
 
         scaled: float32 [n, vocab], logits over temperature, less their maximum. top_k, top_p: float64 [n, 1], at least
-        1 and above 0. The likeliest token always stays; top_p counts the probabilities that top_k leaves. candidates:
-        how many of the likeliest tokens are looked at first; all are where these do not decide.
+        1 and above 0. The likeliest token always stays; top_p counts the probabilities that top_k leaves.
         """
 
     def perturb(

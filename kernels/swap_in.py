@@ -4,7 +4,6 @@
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from base.errors import StartupError
 from kernels.specialization import MAX_BLOCK_SIZE, PORTABLE_CLUSTER, VECTOR_BYTES, WARP, Specialization, params_of
@@ -12,9 +11,6 @@ from kernels.specialization import MAX_BLOCK_SIZE, PORTABLE_CLUSTER, VECTOR_BYTE
 MIN_ITEM_BYTES = 8
 _MIN_SEEN_BITS = 10
 _MOST_OF_TOP_K = 8
-
-IndexType = Literal["int32", "int64"]
-_C_TYPES: dict[IndexType, str] = {"int32": "int", "int64": "long long"}
 
 SwapInParams = params_of("request.cuh", "SwapInParams")
 
@@ -34,16 +30,13 @@ class SwapInSpecialization(Specialization):
 
     queries: of each request, at most `window`, which is that of `hisparse.residency`.
 
-    index_type: of rows and newest positions. position_type: of selected positions. aligned: item size and all bases are
-    multiples of 16 bytes. seen_bits: how many low bits of a position select its bit in the bitmap that finds repeats.
-    Misses that share a bit are compared, which takes longer.
+    aligned: item size and all bases are multiples of 16 bytes. seen_bits: how many low bits of a position select its
+    bit in the bitmap that finds repeats. Misses that share a bit are compared, which takes longer.
     """
 
     top_k: int
     hot_size: int
     item_bytes: int
-    index_type: IndexType
-    position_type: IndexType
     aligned: bool
     block_size: int
     seen_bits: int
@@ -125,8 +118,6 @@ class SwapInSpecialization(Specialization):
             "WINDOW": self.window,
             "HOT_SIZE": self.hot_size,
             "HOT_GRANULE": hot_granule(self.hot_size),
-            "INDEX_T": _C_TYPES[self.index_type],
-            "POSITION_T": _C_TYPES[self.position_type],
             "BUCKET_BITS": self.bucket_bits,
             "SEEN_BITS": self.seen_bits,
             **self.shared_offsets(),
@@ -141,7 +132,7 @@ def seen_bits(max_context: int) -> int:
 def default_block_size(selected: int) -> int:
     """Threads per block: four selected positions per thread, and at least 512, so that enough warps copy."""
     wanted = -(-selected // 4)
-    return min(MAX_BLOCK_SIZE, max(512, 1 << (wanted - 1).bit_length() if wanted > 1 else 1))
+    return min(MAX_BLOCK_SIZE, max(512, 1 << (wanted - 1).bit_length()))
 
 
 def largest_hot_size(
@@ -155,7 +146,7 @@ def largest_hot_size(
     threads = block_size or default_block_size(queries * top_k)
     for size in range(_MOST_OF_TOP_K * top_k, top_k - 1, -max(1, top_k // 4)):
         kernel = SwapInSpecialization(
-            top_k, size, MIN_ITEM_BYTES, "int64", "int64", False, threads, seen_bits(max_context), queries, window
+            top_k, size, MIN_ITEM_BYTES, False, threads, seen_bits(max_context), queries, window
         )
         if kernel.shared_bytes <= available:
             return size

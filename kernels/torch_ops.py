@@ -20,7 +20,7 @@ from kernels.operands import (
 )
 
 quantise = fp8.quantise_activations
-experts_fp8 = fp8.experts_quantised
+experts_fp8 = fp8.experts
 CANDIDATES = 1024
 """Likeliest tokens, which nearly always decide a threshold. Finding them is much cheaper than sorting a vocabulary."""
 _ALL_AT_ONCE_BYTES = 1 << 30
@@ -154,12 +154,10 @@ def mlp_fp8(x: torch.Tensor, x_scales: torch.Tensor, weights: SwiGluWeights) -> 
     return fp8.mlp(x, x_scales, weights, torch.bfloat16)
 
 
-def find_threshold(
-    scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, candidates: int = CANDIDATES
-) -> Threshold:
+def find_threshold(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> Threshold:
     """See `kernels.ops.Ops`. On CUDA all tokens are sorted at once, since the host does not wait to know which rows are
     decided."""
-    threshold, decided = among_likeliest(scaled, top_k, top_p, scaled.shape[1] if scaled.is_cuda else candidates)
+    threshold, decided = among_likeliest(scaled, top_k, top_p, scaled.shape[1] if scaled.is_cuda else CANDIDATES)
     if not scaled.is_cuda and not bool(decided.all()):
         rows = (~decided).nonzero().squeeze(1)
         exact, _ = among_likeliest(scaled[rows], top_k[rows], top_p[rows], scaled.shape[1])

@@ -6,6 +6,9 @@ import struct
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+from typing_extensions import TypedDict  # pydantic takes the one of typing from Python 3.12 on
+
 from base.errors import StartupError
 
 SINGLE_FILE = "model.safetensors"
@@ -60,7 +63,7 @@ def has_weight(path: Path, name: str) -> bool:
     if others or file.name != SINGLE_FILE:
         return name in read_json(path / INDEX_FILE)["weight_map"]
     with file.open("rb") as stream:
-        return name in json.loads(read_header(stream, file))
+        return name in read_header(stream, file)[1]
 
 
 def fingerprint(config: dict[str, Any], files: list[Path]) -> str:
@@ -102,7 +105,7 @@ def _stable(config: dict[str, Any]) -> "hashlib._Hash":
 def _identifying_parts(file: Path) -> list[bytes]:
     size = file.stat().st_size
     with file.open("rb") as stream:
-        header = read_header(stream, file)
+        header, _ = read_header(stream, file)
         data_begin = 8 + len(header)
         last_sample = max(data_begin, size - SAMPLE_BYTES)
         parts = [struct.pack("<Q", size), header]
@@ -112,20 +115,35 @@ def _identifying_parts(file: Path) -> list[bytes]:
     return parts
 
 
-def read_header(stream: BinaryIO, file: Path) -> bytes:
-    """The JSON header of a safetensors file, from its beginning on. Raises StartupError for a damaged file, and for one
-    whose tensors do not end where it ends."""
+class HeaderEntry(TypedDict):
+    """What the header of a safetensors file says of a tensor."""
+
+    dtype: str
+    shape: list[NonNegativeInt]
+    data_offsets: tuple[NonNegativeInt, NonNegativeInt]
+
+
+class _Header(BaseModel):
+    """Tensors by their names, and what is no tensor."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, HeaderEntry]
+    metadata: Any = Field(None, alias="__metadata__")
+
+
+def read_header(stream: BinaryIO, file: Path) -> tuple[bytes, dict[str, HeaderEntry]]:
+    """The JSON header of a safetensors file, from its beginning on, and the tensors that it names. Raises StartupError
+    for a damaged file, and for one whose tensors do not end where it ends."""
     size = file.stat().st_size
     length = int.from_bytes(stream.read(8), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
         raise StartupError(f"{file} is not a complete safetensors file: its header is cut off")
     header = stream.read(length)
     try:
-        tensors = json.loads(header)
-        tensors.pop("__metadata__", None)
-        data_bytes = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        tensors = _Header.model_validate_json(header).__pydantic_extra__
+    except ValidationError as error:
         raise StartupError(f"{file} is not a safetensors file: its header is not valid") from error
+    data_bytes = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
     if 8 + length + data_bytes != size:
         raise StartupError(f"{file} should be {8 + length + data_bytes} bytes long by its header, but it is {size}")
-    return header
+    return header, tensors

@@ -45,47 +45,42 @@ class SparseModel:
         """The positions that the last call of `draft` has attended to."""
 
     @torch.no_grad()
-    def prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None] = lambda _: None) -> None:
+    def prefill(
+        self,
+        chunks: Sequence[PrefillChunk],
+        on_layer: Callable[[int], None] = lambda _: None,
+        kv_only: bool = True,
+    ) -> torch.Tensor:
         """Compute chunks of prompts and store their KV, that of the draft layer too; at most one chunk per request.
 
-        `on_layer` is called with each layer's number once the work that stores its KV is queued on the device. Nothing
-        else of the last layer is computed, since nobody needs its hidden states.
+        `on_layer` is called with each layer's number once the work that stores its KV is queued on the device. Returns
+        hidden states for `logprobs`, [tokens of all chunks, hidden_size]. kv_only: they are not needed, and nothing
+        else of the last layer is computed; what is returned is meaningless.
         """
-        self._prefill(chunks, on_layer, kv_only=True)
-
-    @torch.no_grad()
-    def prefill_hidden(
-        self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None] = lambda _: None
-    ) -> torch.Tensor:
-        """As `prefill`, and the hidden states for `logprobs`, [tokens of all chunks, hidden_size]."""
-        return self._prefill(chunks, on_layer, kv_only=False)
+        tokens = PassTokens.of(chunks, self.device)
+        return self._forward_prompts(tokens, PrefillPass(chunks, self.spec, self._backend), on_layer, kv_only)
 
     @torch.no_grad()
     def logprobs(self, hidden: torch.Tensor, next_ids: torch.Tensor, count: int) -> TokenLogprobs:
         """How likely the tokens behind hidden states are, and the `count` likeliest there.
 
-        hidden: [n, hidden_size], of `prefill_hidden`. next_ids: int64 [n] on any device.
+        hidden: [n, hidden_size], of `prefill`. next_ids: int64 [n] on any device.
         """
         return token_logprobs(hidden, self.network.head, next_ids.to(self.device), count)
 
     @torch.no_grad()
     def decode(self, token_ids: torch.Tensor, positions: torch.Tensor, cache: DecodeCache) -> torch.Tensor:
-        """Compute one new token of each request: its id and its position, both int64 [batch].
+        """Compute new tokens of requests, without the draft layer: their ids and positions, both int64 [batch].
 
         Positions below 0 are padding, whose results are meaningless.
-        Returns float32 logits, shape [batch, vocab_size].
+        Returns hidden states after the final norm, [batch, hidden_size], for `logits`.
         """
-        return self.logits(self.decode_hidden(token_ids, positions, cache))
-
-    @torch.no_grad()
-    def decode_hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, cache: DecodeCache) -> torch.Tensor:
-        """As `decode`, but the hidden states after the final norm, [batch, hidden_size]. Without the draft layer."""
         forward_pass = DecodePass(cache, self.spec, self._backend, self._side)
         return self.network.norm(self._forward(token_ids, positions, forward_pass))
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [N, vocab_size], of hidden states of `decode_hidden` or `draft`."""
+        """float32 [N, vocab_size], of hidden states of `decode` or `draft`."""
         return F.linear(hidden, self.network.head).float()
 
     @torch.no_grad()
@@ -100,7 +95,7 @@ class SparseModel:
     ) -> torch.Tensor | None:
         """Compute the draft layer for N tokens at int64 positions [N], below 0 for padding.
 
-        next_ids: int64 [N], the token after each. hidden: [N, hidden_size], of `decode_hidden` at the same position, or
+        next_ids: int64 [N], the token after each. hidden: [N, hidden_size], of `decode` at the same position, or
         where that is not known, what this method returned for the position before. Stores the layer's KV of all N.
         Returns hidden states of the tokens whose numbers are picked, int64 [B], for `logits` of the token after the
         next: [B, hidden_size]. picked None: nothing else is computed. reuse: where the checkpoint says so, the B tokens
@@ -124,14 +119,10 @@ class SparseModel:
         self._drafted_from = forward_pass.selected
         return draft.norm(own + addend)
 
-    def _prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None], kv_only: bool) -> torch.Tensor:
-        """Hidden states after the final norm, unless `kv_only`."""
-        tokens = PassTokens.of(chunks, self.device)
-        return self._forward_prompts(tokens, PrefillPass(chunks, self.spec, self._backend), on_layer, kv_only)
-
     def _forward_prompts(
         self, tokens: PassTokens, forward_pass: PrefillPass, on_layer: Callable[[int], None], kv_only: bool
     ) -> torch.Tensor:
+        """Hidden states after the final norm, unless `kv_only`."""
         draft, number = self.network.draft, self.spec.draft_layer
         if draft is None or number is None:
             hidden = self._forward(tokens.ids, tokens.positions, forward_pass, on_layer, kv_only)

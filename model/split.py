@@ -86,23 +86,20 @@ class SplitModel(SparseModel):
     with the same chunks, and with pages of the same numbers."""
 
     def __init__(
-        self,
-        network: Network,
-        spec: ModelSpec,
-        backend: AttentionBackend,
-        shard: Shard,
-        gather: GatherRows,
-        on_begin: Callable[[], None] = lambda: None,
+        self, network: Network, spec: ModelSpec, backend: AttentionBackend, shard: Shard, gather: GatherRows
     ) -> None:
-        """on_begin: called when a forward pass begins, on its thread."""
         super().__init__(network, spec, backend)
         self._shard = shard
         self._gather_rows = gather
-        self._on_begin = on_begin
 
-    def _prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None], kv_only: bool) -> torch.Tensor:
+    @torch.no_grad()
+    def prefill(
+        self,
+        chunks: Sequence[PrefillChunk],
+        on_layer: Callable[[int], None] = lambda _: None,
+        kv_only: bool = True,
+    ) -> torch.Tensor:
         """Waits for the others in every layer. Hidden states are of all tokens, in every process."""
-        self._on_begin()
         split = SplitPass(chunks, self.spec, self._backend, self._shard, self._gather_rows, self.device)
         hidden = self._forward_prompts(split.tokens, split, on_layer, kv_only)
         return hidden if kv_only else split.of_all(hidden)

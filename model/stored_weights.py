@@ -4,7 +4,6 @@
 read; then `fill` reads all, in the order in which they lie in the files.
 """
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -73,10 +72,8 @@ def find_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for file in files:
         with file.open("rb") as stream:
-            header = read_header(stream, file)
-        for name, entry in json.loads(header).items():
-            if name == "__metadata__":
-                continue
+            header, tensors = read_header(stream, file)
+        for name, entry in tensors.items():
             if entry["dtype"] not in _DTYPES:
                 raise StartupError(f"{file} has {name} in {entry['dtype']}; served are {', '.join(_DTYPES)}")
             dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]

@@ -89,7 +89,7 @@ def write_tiny_checkpoint(
         if size < _LEAST_SIZES[name]:
             raise ValueError(f"{name} must be at least {_LEAST_SIZES[name]}, not {size}{_WHY.get(name, '')}")
     config = AutoConfig.for_model(**tiny_config(family, fp8=fp8 is not None, **sizes))
-    weights = _random_weights(config, seed)
+    weights = _drawn(_shapes(config), seed, f"model.layers.{config.num_hidden_layers - 1}.")
     if draft_layer:
         weights |= _prediction_layer(config, seed + 1, weights)
     described = config.to_dict() | {"num_nextn_predict_layers": int(draft_layer)}
@@ -191,10 +191,6 @@ def _write_fp8(path: Path, weights: Mapping[str, torch.Tensor], fp8: BlockFp8, l
         save_file(part, path / file, metadata={"format": "pt"})
     metadata = {"total_size": sum(values.nbytes for values in stored.values())}
     (path / INDEX_FILE).write_text(json.dumps({"metadata": metadata, "weight_map": file_of}, indent=2) + "\n")
-
-
-def _random_weights(config: Any, seed: int) -> dict[str, torch.Tensor]:
-    return _drawn(_shapes(config), seed, f"model.layers.{config.num_hidden_layers - 1}.")
 
 
 def _drawn(shapes: Mapping[str, tuple[int, ...]], seed: int, last_layer: str) -> dict[str, torch.Tensor]:

@@ -70,6 +70,6 @@ def forced_logits(model: SparseModel, token_ids: torch.Tensor, steps: Sequence[i
     begin = prompt
     for count in steps:
         text.positions = torch.arange(begin, begin + count, device=token_ids.device)
-        logits.append(model.decode(token_ids[begin : begin + count], text.positions, text))
+        logits.append(model.logits(model.decode(token_ids[begin : begin + count], text.positions, text)))
         begin += count
     return torch.cat(logits)

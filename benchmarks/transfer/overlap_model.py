@@ -41,7 +41,7 @@ class SleepingModel:
         self.computed_at = 0.0
         """When the last layer of the last pass was computed (time.monotonic)."""
 
-    def prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None]) -> None:
+    def prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None], kv_only: bool) -> None:
         """Sleep for each layer, and call `on_layer` with its number."""
         for layer in range(LAYERS):
             if self.seconds_per_layer:

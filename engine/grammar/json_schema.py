@@ -9,8 +9,8 @@ from engine.grammar import GrammarError
 
 MAX_DEPTH = 64
 """Schemas within schemas."""
-FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
-"""Formats of strings that are enforced."""
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+"""Formats of strings that are enforced. Not a set: what a client gives need not have a hash."""
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """What may stand between JSON's tokens. Bounded: a model that writes spaces for ever writes no answer."""
 

@@ -72,13 +72,16 @@ class MaskWriter:
                     if not place:
                         failed[row // width] = str(violation)
             self._clear(row for row in range(place, len(states) * width, width) if row not in rows)
-        for one in followed.values():
-            one.go_back()
+        for index, one in followed.items():
+            try:
+                one.go_back()
+            except GrammarViolation as violation:
+                failed[index] = str(violation)
         return Masks(self._words[: len(states) * width], failed)
 
     def _fill(self, states: Mapping[int, GrammarState], rows: int) -> None:
         begin, stride = self._rows.ctypes.data, self._rows.strides[0]
-        if self._executor is None:
+        if self._executor is None or len(states) < 2:  # the library's threads take none as an error
             for row, state in states.items():
                 state.matcher.unsafe_compute_mask_ptr(begin + row * stride, stride)
         else:
@@ -101,7 +104,9 @@ def masked(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
     masks: int32 [n, ceil(vocab / 32)] in host memory, pinned if the logits are on another device.
     """
     if logits.device.type != "cpu":
-        allowed = unpacked(masks.to(logits.device, non_blocking=True), logits.shape[1])
+        bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+        words = masks.to(logits.device, non_blocking=True).unsqueeze(-1)
+        allowed = (words.bitwise_right_shift(bits) & 1).bool().flatten(1)[:, : logits.shape[1]]
         return logits.masked_fill(~allowed, float("-inf"))
     # Eight tokens at a time, and without branches: three times as fast as the above on a processor.
     addends = np.take(_ADDENDS, masks.numpy().view(np.uint8), axis=0).reshape(len(masks), -1)
@@ -112,12 +117,6 @@ _ADDENDS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.float32(0), np.float32("-inf")
 )
 """What a byte of a mask adds to the logits of its eight tokens, float32 [256, 8]."""
-
-
-def unpacked(masks: torch.Tensor, vocab: int) -> torch.Tensor:
-    """bool [n, vocab] of masks int32 [n, ceil(vocab / 32)]."""
-    bits = torch.arange(32, dtype=torch.int32, device=masks.device)
-    return (masks.unsqueeze(-1).bitwise_right_shift(bits) & 1).bool().flatten(1)[:, :vocab]
 
 
 def few_allowed(masks: torch.Tensor, vocab: int) -> dict[int, torch.Tensor]:

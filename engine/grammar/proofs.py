@@ -157,7 +157,8 @@ def _pointer(root: dict[str, Any], reason: str) -> str:
 
 def _library_error(schema: dict[str, Any]) -> str:
     """Why llguidance refuses a schema. If it does not: a text that is in no error."""
-    text = LLMatcher.grammar_from_json_schema(with_options(schema))
+    # As text, since the library does not take Python's larger integers.
+    text = LLMatcher.grammar_from_json_schema(json.dumps(with_options(schema)))
     error = LLMatcher.validate_grammar(text, None, limits=PARSER_LIMITS)
     return error or "\0"
 

@@ -89,6 +89,8 @@ class Prover:
             answer = self._ask(process, line, seconds) if self._ready is process else None
         except TooSlow:
             self._end(process)
+            if self._ready is not process:  # it has not come to the grammar
+                raise ProverStopped("the process that compiles grammars does not start in time") from None
             raise
         if answer is None:
             self._end(process)

@@ -18,13 +18,11 @@ _BLOCK = 8192
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
-def find_threshold(
-    scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, candidates: int = CANDIDATES
-) -> Threshold:
+def find_threshold(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> Threshold:
     """See `kernels.ops.Ops`. The kernel runs for decided rows, too, so that the host need not know which these are."""
-    threshold, decided = among_likeliest(scaled, top_k, top_p, candidates)
+    threshold, decided = among_likeliest(scaled, top_k, top_p, CANDIDATES)
     rows, vocab = scaled.shape
-    if candidates < vocab:
+    if vocab > CANDIDATES:
         given = [tensor.contiguous() for tensor in (scaled, top_k, top_p, decided)]
         with on(scaled.device):
             _find[(rows,)](*given, threshold.least, threshold.equals, vocab, block=_BLOCK, num_warps=16)

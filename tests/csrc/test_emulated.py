@@ -13,6 +13,7 @@ from kernels.copy_items import CopyItemsParams, CopySpecialization
 from kernels.swap_in import SwapInParams, SwapInSpecialization, hot_granule, seen_bits
 from kernels.wait_time import WaitTimeParams, WaitTimeSpecialization
 from tests.csrc.emulator import COMPILER, EmulatedKernel
+from tests.hisparse.selections import select_by_queries
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
@@ -114,101 +115,53 @@ class Emulated:
         return int((given_valid[:size] - plan.valid).sum())
 
 
-def select(rng: random.Random, newest: int, k: int, hot_size: int) -> list[int]:
-    low = rng.choice([0, max(0, newest - hot_size - 4)])
-    distinct = rng.random() < 0.5 and newest - low >= k
-    chosen = rng.sample(range(low, newest + 1), k) if distinct else [rng.randint(low, newest) for _ in range(k)]
-    gaps = rng.choice([0.0, 0.0, 0.3, 1.0])
-    return [-1 if rng.random() < gaps else position for position in chosen]
-
-
-def select_by_queries(
-    rng: random.Random, first: int, queries: int, k: int, hot_size: int, different: bool
-) -> list[list[int]]:
-    """As consecutive tokens do: mostly what the query before selected, and each up to its own position. All different
-    if that is asked for and there are as many positions."""
-    if different and first >= queries * k:
-        different = rng.sample(range(first), queries * k)
-        return [different[i * k : (i + 1) * k] for i in range(queries)]
-    selected = [select(rng, first, k, hot_size)]
-    drift = rng.choice([0.0, 0.05, 0.3, 1.0, 1.0])
-    for last in range(first + 1, first + queries):
-        new = select(rng, last, k, hot_size)
-        selected.append([n if rng.random() < drift else o for o, n in zip(selected[-1], new, strict=True)])
-    return selected
-
-
 @pytest.mark.parametrize(
-    ("top_k", "hot_size", "block_size", "cluster", "item_bytes", "steps", "seen"),
+    ("queries", "window", "top_k", "hot_size", "block_size", "cluster", "item_bytes", "steps", "seen"),
     [
-        (1, 1, 32, 1, 8, 20, None),
-        (3, 5, 32, 2, 9, 20, 1),
-        (6, 6, 64, 8, 16, 12, 3),
-        (40, 64, 64, 2, 48, 20, None),
-        (64, 64, 32, 1, 31, 15, 5),
-        (100, 101, 32, 4, 33, 15, None),
-        (70, 300, 128, 1, 1152, 15, 8),
-        (90, 1100, 32, 2, 24, 15, 10),
-        (300, 310, 32, 1, 40, 10, None),
-        (300, 310, 32, 4, 40, 10, 7),
+        (1, 1, 1, 1, 32, 1, 8, 20, None),
+        (1, 1, 3, 5, 32, 2, 9, 20, 1),
+        (1, 1, 6, 6, 64, 8, 16, 12, 3),
+        (1, 1, 40, 64, 64, 2, 48, 20, None),
+        (1, 1, 64, 64, 32, 1, 31, 15, 5),
+        (1, 1, 100, 101, 32, 4, 33, 15, None),
+        (1, 1, 70, 300, 128, 1, 1152, 15, 8),
+        (1, 1, 90, 1100, 32, 2, 24, 15, 10),
+        (1, 1, 300, 310, 32, 1, 40, 10, None),
+        (1, 1, 300, 310, 32, 4, 40, 10, 7),
+        (1, 6, 40, 64, 64, 2, 16, 15, None),
+        (2, 2, 1, 1, 32, 2, 16, 20, 1),
+        (2, 4, 64, 64, 32, 4, 16, 12, None),
+        (3, 4, 6, 6, 64, 8, 16, 12, None),
+        (3, 4, 50, 101, 64, 2, 16, 15, 5),
+        (4, 6, 3, 5, 32, 1, 16, 25, None),
+        (4, 6, 40, 64, 64, 4, 16, 12, 4),
+        pytest.param(1, 2, 3, 5, 32, 1, 16, 20, None, marks=pytest.mark.slow),
+        pytest.param(2, 2, 40, 64, 64, 1, 16, 20, 3, marks=pytest.mark.slow),
+        pytest.param(2, 2, 30, 70, 32, 2, 16, 15, None, marks=pytest.mark.slow),
+        pytest.param(3, 4, 100, 130, 128, 1, 16, 12, None, marks=pytest.mark.slow),
+        pytest.param(4, 6, 64, 150, 64, 1, 16, 12, None, marks=pytest.mark.slow),
+        pytest.param(4, 6, 20, 300, 32, 2, 16, 12, None, marks=pytest.mark.slow),
     ],
 )
 def test_the_swap_in_kernel_does_what_the_oracle_does(
-    top_k: int, hot_size: int, block_size: int, cluster: int, item_bytes: int, steps: int, seen: int | None
-) -> None:
-    """seen: bits that tell positions apart where repeats are looked for, as many as needed if None."""
-    torch.manual_seed(top_k)
-    rng = random.Random(top_k)
-    context = 3 * hot_size + steps + 8
-    aligned, seen = item_bytes % 16 == 0, seen or seen_bits(context)
-    kernel = SwapInSpecialization(top_k, hot_size, item_bytes, "int64", "int64", aligned, block_size, seen)
-    emulated = Emulated(kernel, cluster, rows=3, context=context)
-    newest = [hot_size - 1 if hot_size > 1 else 1, hot_size + 1, 3 * hot_size + 3]
-    for residency in (emulated.oracle, emulated.state):
-        residency.reset_short(0)
-    for step in range(steps):
-        chosen = rng.sample(range(3), rng.randint(1, 3))
-        emulated.identity[2] = 2 * context if step % 5 == 4 else hot_size
-        k = top_k if step % 3 else rng.randint(1, top_k)
-        emulated.step(
-            chosen,
-            [newest[row] for row in chosen],
-            [[select(rng, newest[row], k, hot_size)] for row in chosen],
-            padding=step % 2,
-        )
-        for row in chosen:
-            newest[row] += 1
-
-
-@pytest.mark.parametrize(
-    ("queries", "window", "top_k", "hot_size", "block_size", "cluster", "steps", "seen"),
-    [
-        (1, 6, 40, 64, 64, 2, 15, None),
-        (2, 2, 1, 1, 32, 2, 20, 1),
-        (2, 4, 64, 64, 32, 4, 12, None),
-        (3, 4, 6, 6, 64, 8, 12, None),
-        (3, 4, 50, 101, 64, 2, 15, 5),
-        (4, 6, 3, 5, 32, 1, 25, None),
-        (4, 6, 40, 64, 64, 4, 12, 4),
-        pytest.param(1, 2, 3, 5, 32, 1, 20, None, marks=pytest.mark.slow),
-        pytest.param(2, 2, 40, 64, 64, 1, 20, 3, marks=pytest.mark.slow),
-        pytest.param(2, 2, 30, 70, 32, 2, 15, None, marks=pytest.mark.slow),
-        pytest.param(3, 4, 100, 130, 128, 1, 12, None, marks=pytest.mark.slow),
-        pytest.param(4, 6, 64, 150, 64, 1, 12, None, marks=pytest.mark.slow),
-        pytest.param(4, 6, 20, 300, 32, 2, 12, None, marks=pytest.mark.slow),
-    ],
-)
-def test_queries_of_a_request_are_resolved_as_the_oracle_does(
-    queries: int, window: int, top_k: int, hot_size: int, block_size: int, cluster: int, steps: int, seen: int | None
+    queries: int,
+    window: int,
+    top_k: int,
+    hot_size: int,
+    block_size: int,
+    cluster: int,
+    item_bytes: int,
+    steps: int,
+    seen: int | None,
 ) -> None:
     """Hot buffers are small, so that queries are cut. Short rows become long. One is resident at times. Draft passes
-    begin inside the window."""
+    begin inside the window. seen: bits that tell positions apart where repeats are looked for, as many as needed if
+    None."""
     torch.manual_seed(top_k)
     rng = random.Random(queries + top_k)
     context = 3 * hot_size + steps * window + 20
-    kernel = SwapInSpecialization(
-        top_k, hot_size, 16, "int64", "int64", True, block_size, seen or seen_bits(context), queries, window
-    )
+    aligned, seen = item_bytes % 16 == 0, seen or seen_bits(context)
+    kernel = SwapInSpecialization(top_k, hot_size, item_bytes, aligned, block_size, seen, queries, window)
     emulated = Emulated(kernel, cluster, rows=3, context=context)
     newest = [max(0, hot_size - window - 2), hot_size + 1, 3 * hot_size + 3]
     for residency in (emulated.oracle, emulated.state):
@@ -225,7 +178,7 @@ def test_queries_of_a_request_are_resolved_as_the_oracle_does(
             [select_by_queries(rng, last, queries, k, hot_size, different=step % 3 == 2) for last in first],
             padding=step % 2,
             first=first,
-            valid=[queries if step % 3 else rng.randint(0, queries) for _ in chosen],
+            valid=[queries if step % 3 or window == 1 else rng.randint(0, queries) for _ in chosen],
         )
         for row in chosen:
             newest[row] += rng.randint(1, queries)
@@ -235,7 +188,7 @@ def test_queries_of_a_request_are_resolved_as_the_oracle_does(
 @pytest.mark.parametrize("cluster", [1, 4])
 @pytest.mark.parametrize("newest", [5, 40])
 def test_positions_that_do_not_exist_are_counted_once_and_select_nothing(newest: int, cluster: int) -> None:
-    kernel = SwapInSpecialization(4, 8, 16, "int64", "int64", True, 32, seen_bits(64))
+    kernel = SwapInSpecialization(4, 8, 16, True, 32, seen_bits(64))
     emulated = Emulated(kernel, cluster, rows=1, context=64)
     emulated.step([0], [newest], [[[newest + 1, 3, 2**40, -2]]], padding=1)
     _, _, _, violations = emulated.counters.tolist()
@@ -245,7 +198,7 @@ def test_positions_that_do_not_exist_are_counted_once_and_select_nothing(newest:
 @pytest.mark.parametrize("cluster", [1, 4])
 @pytest.mark.parametrize("newest", [3, 40])
 def test_each_query_has_positions_up_to_its_own(newest: int, cluster: int) -> None:
-    kernel = SwapInSpecialization(2, 8, 16, "int64", "int64", True, 32, seen_bits(64), queries=3, window=4)
+    kernel = SwapInSpecialization(2, 8, 16, True, 32, seen_bits(64), queries=3, window=4)
     emulated = Emulated(kernel, cluster, rows=1, context=64)
     own = [[newest, newest + 1], [newest + 1, newest + 2], [newest + 2, 2**40]]
     emulated.step([0], [newest], [own], padding=1, valid=[2])

@@ -26,7 +26,7 @@ UNTOUCHED = 12345.0
 
 
 def pages_of(
-    lengths: list[int], max_pages: int, page_size: int, heads: int, each: int = 1
+    lengths: list[int], max_pages: int, page_size: int, heads: int, each: int
 ) -> tuple[PagesToScore, torch.Tensor]:
     """Shuffled pages, and exact scores [batch * each, width]; what lies behind a sequence's end is NaN.
 
@@ -52,37 +52,29 @@ def pages_of(
 
 
 @pytest.mark.parametrize(
-    ("lengths", "max_pages", "page_size", "heads", "blocks", "stages"),
+    ("lengths", "max_pages", "page_size", "heads", "blocks", "stages", "each"),
     [
-        ([200], 4, 64, 64, 1, 2),
-        ([130, 0, 64, 1], 3, 64, 32, 2, 3),
-        ([17, 90, 33], 7, 16, 32, 3, 1),
-        ([0, 0], 2, 64, 32, 2, 2),
-        ([100] * 40, 1, 128, 32, 5, 2),
-        ([1, 0, 16] * 45, 1, 16, 32, 2, 2),
-        ([9000, 5001], 141, 64, 32, 2, 3),  # pages are looked up several times
+        ([200], 4, 64, 64, 1, 2, 1),
+        ([130, 0, 64, 1], 3, 64, 32, 2, 3, 1),
+        ([17, 90, 33], 7, 16, 32, 3, 1, 1),
+        ([0, 0], 2, 64, 32, 2, 2, 1),
+        ([100] * 40, 1, 128, 32, 5, 2, 1),
+        ([1, 0, 16] * 45, 1, 16, 32, 2, 2, 1),
+        ([9000, 5001], 141, 64, 32, 2, 3, 1),  # pages are looked up several times
+        # Queries of one request are scored together.
+        ([200, 1, 0, 70], 6, 64, 64, 1, 2, 4),
+        ([130, 0, 64, 3], 6, 64, 32, 2, 2, 2),
+        ([17, 90, 333], 6, 64, 32, 3, 2, 3),
     ],
 )
-def test_scores(lengths: list[int], max_pages: int, page_size: int, heads: int, blocks: int, stages: int) -> None:
-    given, exact = pages_of(lengths, max_pages, page_size, heads)
+def test_scores(
+    lengths: list[int], max_pages: int, page_size: int, heads: int, blocks: int, stages: int, each: int
+) -> None:
+    given, exact = pages_of(lengths, max_pages, page_size, heads, each)
     assert given.fits()
     scores = torch.full(exact.shape, UNTOUCHED)
     block_size = 128 if sum(lengths) > 9000 or len(lengths) > 100 else 256
-    specialization = PageScoreSpecialization(heads, stages, block_size)
-    shared_bytes = specialization.shared_bytes_for(len(lengths))
-    EmulatedKernel(specialization).launch(page_params(given, scores), (blocks, 1, 1), shared_bytes=shared_bytes)
-    torch.testing.assert_close(scores.double(), exact, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "heads", "blocks", "each"),
-    [([200, 1, 0, 70], 64, 1, 4), ([130, 0, 64, 3], 32, 2, 2), ([17, 90, 333], 32, 3, 3)],
-)
-def test_queries_of_one_request_are_scored_together(lengths: list[int], heads: int, blocks: int, each: int) -> None:
-    given, exact = pages_of(lengths, 6, 64, heads, each)
-    assert given.fits()
-    scores = torch.full(exact.shape, UNTOUCHED)
-    specialization = PageScoreSpecialization(heads, 2, 256, each)
+    specialization = PageScoreSpecialization(heads, stages, block_size, each)
     shared_bytes = specialization.shared_bytes_for(len(lengths))
     EmulatedKernel(specialization).launch(page_params(given, scores), (blocks, 1, 1), shared_bytes=shared_bytes)
     torch.testing.assert_close(scores.double(), exact, rtol=1e-3, atol=1e-3)

@@ -15,7 +15,7 @@ from kernels.copy_items import CopySpecialization
 from kernels.launch import KernelCompileError, compile_kernel, cubin
 from kernels.score_keys import PageScoreSpecialization, PromptScoreSpecialization
 from kernels.specialization import CSRC, Specialization, params_of
-from kernels.swap_in import IndexType, SwapInSpecialization, default_block_size, seen_bits
+from kernels.swap_in import SwapInSpecialization, default_block_size, seen_bits
 from kernels.wait_time import WaitTimeSpecialization
 
 H100_SHARED_MEMORY = 232448
@@ -30,10 +30,9 @@ ON_HOPPER: list[Specialization] = [
 ON_HOPPER += [PageScoreSpecialization(heads, score_keys.PAGE_STAGES, queries=4) for heads in score_keys.HEADS]
 ON_HOPPER += [AttendSpecialization(item_bytes) for item_bytes in (656, 1152)]
 TOP_K = list(top_k.specializations(H100_SHARED_MEMORY))
-INTEGERS: tuple[IndexType, IndexType] = ("int32", "int64")
 
 
-USUAL = SwapInSpecialization(2048, 4096, 1152, "int64", "int64", aligned=True, block_size=512, seen_bits=17)
+USUAL = SwapInSpecialization(2048, 4096, 1152, aligned=True, block_size=512, seen_bits=17)
 
 
 def specialization(**changes: Any) -> SwapInSpecialization:
@@ -41,14 +40,11 @@ def specialization(**changes: Any) -> SwapInSpecialization:
 
 
 def every_specialization() -> list[Specialization]:
-    """All index types and alignments at a model's sizes, and the ends of the other ranges."""
+    """All alignments at a model's sizes, and the ends of the other ranges."""
     found: list[Specialization] = [
         CopySpecialization(b, a) for b, a in [(1152, True), (656, True), (8, False), (1157, False)]
     ]
-    found += [
-        specialization(index_type=index, position_type=position, aligned=aligned)
-        for index, position, aligned in product(INTEGERS, INTEGERS, (True, False))
-    ]
+    found += [specialization(aligned=aligned) for aligned in (True, False)]
     found += [specialization(item_bytes=b, aligned=b % 16 == 0) for b in (8, 16, 656, 1157, 4096, 10000)]
     found += [specialization(block_size=size) for size in (32, 64, 128, 256, 1024)]
     found += [

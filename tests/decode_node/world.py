@@ -88,7 +88,7 @@ def tiers(
         index_page_size=1,  # so that a slab is one hot slot, or the index key of one token
         num_host_slots=host_slots,
         num_slabs=device_slots + 6400,
-        max_hot_slabs=device_slots,
+        max_device_slots=device_slots,
         has_prefix_cache=has_prefix_cache,
         window=step_window(max_drafts),
     )
@@ -123,7 +123,7 @@ class CountingModel:
         """The position that a token selects its successor of."""
         self.step_s = 0.0
 
-    def decode_hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, step: DecodeStep) -> torch.Tensor:
+    def decode(self, token_ids: torch.Tensor, positions: torch.Tensor, step: DecodeStep) -> torch.Tensor:
         if self.error is not None:
             raise self.error
         self.batches.append(len(token_ids))

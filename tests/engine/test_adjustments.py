@@ -53,6 +53,7 @@ def changed_alone(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_requests_of_a_batch_are_changed_as_if_alone(seed: int) -> None:
+    """Each place of a step as if the drafts before it had been generated."""
     rng = random.Random(seed)
     rows = 6
     adjustments = LogitAdjustments(rows, VOCAB, CPU)
@@ -67,19 +68,25 @@ def test_requests_of_a_batch_are_changed_as_if_alone(seed: int) -> None:
         batch = [running[row] for row in places]
         if not any(adjusts(sampling) for sampling, _, _ in batch):
             continue
-        logits = 3 * torch.randn(len(places), VOCAB, generator=torch.Generator().manual_seed(rng.randrange(99)))
+        width = rng.randint(1, 3)
+        drafts = [[rng.randrange(12) for _ in range(width - 1)] for _ in places]
+        generator = torch.Generator().manual_seed(rng.randrange(99))
+        logits = 3 * torch.randn(len(places) * width, VOCAB, generator=generator)
         bans = [
-            Ban(entry, BannedTokens(sampling, STOPS).after(generated))
+            Ban(entry * width + place, BannedTokens(sampling, STOPS).after(generated, drafts[entry][:place]))
             for entry, (sampling, _, generated) in enumerate(batch)
+            for place in range(width)
         ]
         before = logits.clone()
-        changed = adjustments.apply(logits, torch.tensor(places), bans)
+        changed = adjustments.apply(logits, torch.tensor(places), bans, torch.tensor(drafts, dtype=torch.int64))
         assert torch.equal(logits, before)
-        for entry, (sampling, prompt, generated) in enumerate(batch):
-            expected = torch.tensor(changed_alone(logits[entry].tolist(), sampling, prompt, generated))
-            torch.testing.assert_close(changed[entry], expected, rtol=1e-6, atol=1e-6)
+        for number, (own, found) in enumerate(zip(logits, changed, strict=True)):
+            sampling, prompt, generated = batch[number // width]
+            followed = [*generated, *drafts[number // width][: number % width]]
+            expected = torch.tensor(changed_alone(own.tolist(), sampling, prompt, followed))
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
             if not adjusts(sampling):
-                assert torch.equal(changed[entry], logits[entry])
+                assert torch.equal(found, own)
         drawn = [rng.choice([-1, *range(12)]) for _ in places]
         adjustments.count(torch.tensor(places), torch.tensor(drawn))
         for token, (_, _, generated) in zip(drawn, batch, strict=True):

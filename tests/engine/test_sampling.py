@@ -232,8 +232,7 @@ def test_what_few_candidates_do_not_decide_is_decided_by_all(monkeypatch: pytest
     logits = random_logits(40)
     requests = [Sampling(seed=seed, top_k=seed % 30, top_p=0.5 + 0.01 * seed) for seed in range(40)]
     expected = sample(logits, requests, range(40))
-    find = torch_ops.find_threshold
-    monkeypatch.setattr("kernels.torch_ops.find_threshold", lambda *arguments: find(*arguments, candidates=4))
+    monkeypatch.setattr(torch_ops, "CANDIDATES", 4)
     assert sample(logits, requests, range(40)) == expected
 
 

@@ -132,7 +132,6 @@ class Twins:
         self,
         rows: list[int],
         positions: dict[int, torch.Tensor],
-        dtype: torch.dtype = torch.int64,
         padding: int = 0,
         queries: int = 1,
         offsets: Sequence[int] | None = None,
@@ -160,7 +159,7 @@ class Twins:
             for layer, new in enumerate(keys.to(on, torch.uint8)):
                 backend.store(new, backend.device_index_keys[layer], batch.stored_index_rows)
         for index_layer, selected in positions.items():
-            self._swap_in(index_layer, cpu, gpu, selected, dtype, padding)
+            self._swap_in(index_layer, cpu, gpu, selected, padding)
         self.on_cpu.backup(cpu)
         self.on_gpu.backup(gpu)
         torch.cuda.synchronize()
@@ -174,14 +173,13 @@ class Twins:
         cpu: StepBatch,
         gpu: StepBatch,
         positions: torch.Tensor,
-        dtype: torch.dtype,
         padding: int,
     ) -> None:
         expected = self.on_cpu.resolve(index_layer, cpu, positions)
         size, width = len(cpu.rows), cpu.queries.width
         none = torch.full((padding,), -1)
         rows, newest, identity, first, counts = (
-            torch.cat([numbers.cpu(), none]).to(CUDA, dtype)
+            torch.cat([numbers.cpu(), none]).to(CUDA)
             for numbers in (gpu.rows, gpu.newest, gpu.identity, gpu.queries.first, gpu.queries.counts)
         )
         plan = self.on_gpu.launch(
@@ -189,7 +187,7 @@ class Twins:
             rows,
             newest,
             Span(first, counts, width),
-            torch.cat([positions, torch.zeros(padding * width, positions.shape[1], dtype=torch.int64)]).to(CUDA, dtype),
+            torch.cat([positions, torch.zeros(padding * width, positions.shape[1], dtype=torch.int64)]).to(CUDA),
             fetch=len(self.layout.layers_of(index_layer)[: 1 + padding]),
             identity=identity,
             cluster=self.cluster,

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from control.messages import Sampling
-from engine.graphs import batch_ladder, context_ladder
 from engine.runner import LaunchedStep
 from hisparse.step import SwapInMismatchError
 from model.families import FamilyName
@@ -208,12 +207,3 @@ def test_padding_changes_nothing_in_the_tiers(checkpoint: Path) -> None:
         torch.cuda.synchronize()
         for pool, was in zip(pools, before, strict=True):
             assert int((pool != was).any(-1).sum()) == 3 * len(pool), "three new tokens in each layer, and no more"
-
-
-def test_ladders_end_at_the_largest() -> None:
-    assert batch_ladder(1) == [1]
-    assert batch_ladder(11) == [1, 2, 4, 8, 11]
-    assert batch_ladder(32) == [1, 2, 4, 8, 16, 32]
-    assert context_ladder(600) == [600]
-    assert context_ladder(8192) == [2048, 8192]
-    assert context_ladder(131072) == [2048, 8192, 32768, 131072]

@@ -9,7 +9,7 @@ from kernels import fp8
 from kernels.operands import RmsNorm, RouterConfig, SwiGluWeights
 from model.feed_forward import MixtureOfExperts, Router
 from model.weights import Linear
-from tests.kernels.fp8_cases import close, expert_case, part_of, randn, routed, weight
+from tests.kernels.fp8_cases import close, expected_experts, expert_case, part_of, randn, routed, weight
 
 pytest.importorskip("triton")
 
@@ -102,18 +102,18 @@ def test_experts(
     monkeypatch.setattr(fp8_experts, "_MOST", 4096)
     first = min(2, of - count)
     case = expert_case(tokens, top_k, count, hidden, width, of, first, power_of_two=False, device=CUDA)
-    close(experts(*case), fp8.experts(*case), 0.01)
+    close(experts(*case), expected_experts(*case), 0.01)
     case = (*case[:3], replace(case[3], power_of_two=True))
     rows = routed(*case[:3], True)
     apart = experts_fp8(*rows.quantised, rows.ids, rows.weights, case[3])
     assert torch.equal(apart, experts(*case)), "wherever rows lie"
-    close(apart, fp8.experts(*case), 0.01)
+    close(apart, expected_experts(*case), 0.01)
 
 
 @pytest.mark.parametrize("tokens", [8, 128, 2048])
 def test_experts_of_real_shapes(tokens: int) -> None:
     case = expert_case(tokens, 8, 32, 7168, 2048, 256, first=64, device=CUDA)
-    close(experts(*case), fp8.experts(*case), 0.01)
+    close(experts(*case), expected_experts(*case), 0.01)
 
 
 def test_a_token_gets_the_same_from_experts_among_few_whoever_they_are() -> None:
@@ -143,7 +143,7 @@ def test_a_mixture_reads_what_its_norm_and_router_write(tokens: int) -> None:
     mixture = MixtureOfExperts(router, Linear(*gate_up, True), Linear(*down, True), 0, 32, None)
     normed = add_rms_norm(hidden, addend, norm)[1].dense
     weights, ids = router.route(normed)
-    expected = fp8.experts(normed, ids, weights, SwiGluWeights(*gate_up, *down, True), range(tokens))
+    expected = expected_experts(normed, ids, weights, SwiGluWeights(*gate_up, *down, True), range(tokens))
     graph, (summed, output) = captured(lambda: mixture.forward_normed(norm, hidden, addend))
     output.zero_()
     graph.replay()

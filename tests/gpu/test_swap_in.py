@@ -13,6 +13,7 @@ from hisparse.cuda_swap_in import CudaSwapInPlan
 from hisparse.swap_in import Span, StagedKV
 from kernels.wait_time import WaitTimer
 from tests.gpu.swap_in_twins import CUDA, Twins, make_batch
+from tests.hisparse.selections import select, select_by_queries
 from tests.hisparse.test_residency import adversarial_sequences
 
 
@@ -24,31 +25,6 @@ def twins(**options: Any) -> Iterator[Twins]:
         both.compare()
     finally:
         both.close()
-
-
-def select(rng: random.Random, newest: int, k: int, hot_size: int) -> list[int]:
-    """A selection as adversaries make it: recent or from anywhere, repeated, with gaps, with and without the newest."""
-    span = rng.choice([newest + 1, min(newest + 1, hot_size + 2), min(newest + 1, 3 * hot_size)])
-    low = rng.choice([0, newest + 1 - span])
-    distinct = rng.random() < 0.5 and span >= k
-    chosen = rng.sample(range(low, low + span), k) if distinct else [low + rng.randrange(span) for _ in range(k)]
-    if rng.random() < 0.3:
-        chosen[rng.randrange(k)] = newest
-    gaps = rng.choice([0.0, 0.0, 0.2, 0.9, 1.0])
-    return [-1 if rng.random() < gaps else position for position in chosen]
-
-
-def select_by_queries(rng: random.Random, first: int, queries: int, k: int, hot_size: int) -> list[list[int]]:
-    """Each query mostly what the one before it selects, and up to its own position; or all of them different."""
-    if rng.random() < 0.2 and first >= queries * k:
-        different = rng.sample(range(first), queries * k)
-        return [different[i * k : (i + 1) * k] for i in range(queries)]
-    selected = [select(rng, first, k, hot_size)]
-    drift = rng.choice([0.0, 0.05, 0.3, 1.0])
-    for last in range(first + 1, first + queries):
-        new = select(rng, last, k, hot_size)
-        selected.append([n if rng.random() < drift else o for o, n in zip(selected[-1], new, strict=True)])
-    return selected
 
 
 class Shape(NamedTuple):
@@ -73,45 +49,20 @@ SMALL_ITEMS = (8, 9, 15, 16, 17, 23, 31, 32, 33, 40, 47, 49, 63, 64, 65)
 LARGE_ITEMS = (100, 511, 512, 513, 656, 1000, 1152, 1157, 2048, 2064, 6004)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_thousands_of_random_steps(shape: Shape) -> None:
-    top_k, hot_size, rng = shape.top_k, shape.hot_size, random.Random(shape.top_k)
-    steps, rows = 1000, 5
-    context = 4 * hot_size + steps + 8
-    newest = [max(1, hot_size - 3), hot_size, hot_size + 1, 2 * hot_size + 2, 4 * hot_size]
-    with twins(**shape._asdict(), newest=newest, context=context) as both:
-        for row, last in enumerate(newest):
-            if last <= hot_size:
-                both.preload(row)
-        for step in range(steps):
-            chosen = rng.sample(range(rows), rng.randint(1, rows))
-            if rng.random() < 0.02:
-                both.turn(rows - 1)
-            k = top_k if rng.random() < 0.7 else rng.randint(1, top_k)
-            layers = [0, 1] if rng.random() < 0.5 else [rng.randrange(2)]
-            positions = {
-                layer: torch.tensor([select(rng, both.newest[row], k, hot_size) for row in chosen]) for layer in layers
-            }
-            both.step(chosen, positions, rng.choice([torch.int32, torch.int64]), padding=rng.choice([0, 0, 1, 3]))
-            if step % 50 == 0:
-                both.compare()
-
-
 def step_of_queries(both: Twins, rng: random.Random, rows: list[int], queries: int, k: int, hot_size: int) -> int:
-    """A step of a node that drafts, in both index layers. Returns how many queries were cut."""
+    """A step in one index layer or both. Returns how many queries were cut."""
     offsets = [rng.choice([0, rng.randint(0, both.window - queries)]) for _ in rows]
     valid = [rng.choice([queries, rng.randint(1, queries)]) for _ in rows]
     positions = {}
-    for layer in (0, 1):
+    for layer in [0, 1] if rng.random() < 0.5 else [rng.randrange(2)]:
         chosen = [
-            select_by_queries(rng, both.newest[row] + by, queries, k, hot_size)
+            select_by_queries(rng, both.newest[row] + by, queries, k, hot_size, different=rng.random() < 0.2)
             for row, by in zip(rows, offsets, strict=True)
         ]
         positions[layer] = torch.tensor(chosen).flatten(0, 1)
     left = both.step(
         rows,
         positions,
-        rng.choice([torch.int32, torch.int64]),
         padding=rng.choice([0, 0, 1, 3]),
         queries=queries,
         offsets=offsets,
@@ -122,10 +73,10 @@ def step_of_queries(both: Twins, rng: random.Random, rows: list[int], queries: i
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("drafts", [1, 2, 3])
-def test_thousands_of_random_steps_that_draft(drafts: int, shape: Shape) -> None:
+@pytest.mark.parametrize("drafts", [0, 1, 2, 3])
+def test_thousands_of_random_steps(drafts: int, shape: Shape) -> None:
     top_k, hot_size, rng = shape.top_k, shape.hot_size, random.Random(shape.top_k + drafts)
-    steps, rows, window = 300, 5, 2 * drafts
+    steps, rows, window = 300 if drafts else 1000, 5, max(1, 2 * drafts)
     context = 4 * hot_size + steps * (drafts + 1) + 2 * window
     newest = [max(0, hot_size - window - 3), hot_size, hot_size + 1, 2 * hot_size + 2, 4 * hot_size]
     with twins(**shape._asdict(), newest=newest, context=context, window=window) as both:
@@ -158,29 +109,6 @@ def test_a_few_steps_of_several_queries(queries: int) -> None:
         both.compare()
 
 
-@pytest.mark.parametrize(("queries", "hot_size"), [(2, 4096), (2, 2048), (3, 4096), (4, 4096), (4, 8192), (4, 16384)])
-@pytest.mark.parametrize("cluster", [None, 1, 8])
-def test_queries_at_sizes_of_real_models(queries: int, hot_size: int, cluster: int | None) -> None:
-    generator = torch.Generator().manual_seed(3)
-    top_k, rows, context, window = 2048, 3, 20000, 2 * (queries - 1)
-    newest = [context - 200, hot_size + 1, hot_size - 20]
-    with twins(top_k=top_k, hot_size=hot_size, newest=newest, context=context, cluster=cluster, window=window) as both:
-        both.preload(2)
-        scores = [torch.rand(context, generator=generator) for _ in range(rows)]
-        for step in range(12):
-            drift = [0.02, 0.3, 1.0][step % 3]
-            positions = torch.full((rows, queries, top_k), -1)
-            for row in range(rows):
-                for query in range(queries):
-                    scores[row] += drift * torch.rand(context, generator=generator)
-                    length = both.newest[row] + query + 1
-                    chosen = scores[row][:length].topk(min(top_k, length)).indices
-                    positions[row, query, : len(chosen)] = chosen
-            selected = positions.flatten(0, 1)
-            both.step(list(range(rows)), {0: selected, 1: selected}, queries=queries, accepted=[step % queries + 1] * 3)
-            both.compare()
-
-
 @pytest.mark.parametrize("shape", [Shape(40, 64, 64, 1, 48), Shape(40, 64, 64, 2, 31), Shape(70, 100, 128, 8, 1152)])
 def test_a_few_steps_of_every_kind(shape: Shape) -> None:
     """Short enough for compute-sanitizer (benchmarks/gpu.sh)."""
@@ -206,32 +134,43 @@ def test_adversarial_sequences(size: int, case: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape",
+    ("queries", "shape"),
     [
-        Shape(2048, 4096, None, None),
-        Shape(2048, 4096, None, 1),
-        Shape(2048, 2048, 1024, 2),
-        Shape(2048, 6001, 256, 8),
-        Shape(5000, 9000, None, 4),
+        (1, Shape(2048, 4096, None, None)),
+        (1, Shape(2048, 4096, None, 1)),
+        (1, Shape(2048, 2048, 1024, 2)),
+        (1, Shape(2048, 6001, 256, 8)),
+        (1, Shape(5000, 9000, None, 4)),
+        *(
+            (queries, Shape(2048, hot_size, None, cluster, 24))
+            for queries, hot_size in [(2, 4096), (2, 2048), (3, 4096), (4, 4096), (4, 8192), (4, 16384)]
+            for cluster in (None, 1, 8)
+        ),
     ],
 )
-def test_sizes_of_real_models(shape: Shape) -> None:
+def test_sizes_of_real_models(queries: int, shape: Shape) -> None:
     generator = torch.Generator().manual_seed(3)
-    top_k, hot_size, rows, context = shape.top_k, shape.hot_size, 3, 20000
-    newest = [context - 100, hot_size + 1, hot_size - 20]
-    with twins(**shape._asdict(), newest=newest, context=context) as both:
+    top_k, hot_size, rows, context, window = shape.top_k, shape.hot_size, 3, 20000, max(1, 2 * (queries - 1))
+    newest = [context - 200, hot_size + 1, hot_size - 20]
+    with twins(**shape._asdict(), newest=newest, context=context, window=window) as both:
         both.preload(2)
         scores = [torch.rand(context, generator=generator) for _ in range(rows)]
-        for step in range(40):
+        for step in range(40 if queries == 1 else 12):
             drift = [0.02, 0.3, 1.0][step % 3]
-            selected = []
+            positions = torch.full((rows, queries, top_k), -1)
             for row in range(rows):
-                scores[row] += drift * torch.rand(context, generator=generator)
-                selected.append(scores[row][: both.newest[row] + 1].topk(min(top_k, both.newest[row] + 1)).indices)
-            positions = torch.full((rows, top_k), -1)
-            for row, chosen in enumerate(selected):
-                positions[row, : len(chosen)] = chosen
-            both.step(list(range(rows)), {0: positions, 1: positions}, torch.int32 if step % 2 else torch.int64)
+                for query in range(queries):
+                    scores[row] += drift * torch.rand(context, generator=generator)
+                    length = both.newest[row] + query + 1
+                    chosen = scores[row][:length].topk(min(top_k, length)).indices
+                    positions[row, query, : len(chosen)] = chosen
+            selected = positions.flatten(0, 1)
+            both.step(
+                list(range(rows)),
+                {0: selected, 1: selected},
+                queries=queries,
+                accepted=[step % queries + 1] * rows,
+            )
             both.compare()
 
 
@@ -374,7 +313,7 @@ def test_what_the_kernel_cannot_read_is_refused() -> None:
 
     with pytest.raises(ValueError, match="1 to 4 positions, found 1 with 5"):
         both.on_gpu.launch(0, row, row, one, selected(1, 5), fetch=1, identity=row)
-    with pytest.raises(ValueError, match="must all be int32 or all int64"):
+    with pytest.raises(ValueError, match=r"tensors of int64 on cuda:0, found one of torch\.int32"):
         both.on_gpu.launch(0, row, row.int(), one, selected(1, 4), fetch=1, identity=row)
     with pytest.raises(ValueError, match="1 to 1 queries, the window being 1, found 2"):
         both.on_gpu.launch(0, row, row, Span(row, row + 1, 2), selected(2, 4), fetch=1, identity=row)

@@ -216,6 +216,25 @@ def test_a_gpu_without_what_compiles_kernels_is_refused(monkeypatch: pytest.Monk
         largest_buffer(parse_config(None, model_top_k=256), 8192, 0, torch.device("cuda", 0))
 
 
+def test_larger_buffers_keep_to_the_limit_of_device_slots() -> None:
+    """Slabs of larger buffers have more slots."""
+    sizes = plan_sizes(
+        parse_config('{"host_pool_gib": 50}', model_top_k=128),
+        KVLayout(tuple(range(61)), item_bytes=656, index_key_bytes=132),
+        max_running_requests=16,
+        context_length=40_000,
+        index_page_size=64,
+        available_host_bytes=1 << 50,
+        available_device_bytes=8 * GIB,
+        max_device_slots=20_000,
+        fill_memory=True,
+        largest_buffer=1024,
+    )
+    assert sizes.config.device_buffer_size > 512
+    assert sizes.max_hot_slabs is not None
+    assert sizes.max_hot_slabs * sizes.slab.slots <= 20_000
+
+
 def test_device_slots_can_be_limited() -> None:
     sizes = plan('{"host_pool_gib": 1}', max_device_slots=2000)
     assert sizes.max_hot_slabs == 62

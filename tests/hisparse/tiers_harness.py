@@ -218,7 +218,7 @@ def tiers(
         index_page_size=PAGE,
         num_host_slots=num_host_slots,
         num_slabs=num_device_slots // 2 + num_index_pages,
-        max_hot_slabs=None if shares_slabs else num_device_slots // 2,
+        max_device_slots=None if shares_slabs else num_device_slots,
         window=window,
     )
     coordinator = build_tiers(sizes, torch.device(on), verify)

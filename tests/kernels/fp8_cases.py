@@ -57,6 +57,14 @@ def routed(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, power
     return tokens
 
 
+def expected_experts(
+    hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, of: SwiGluWeights, shared: range | None = None
+) -> torch.Tensor:
+    """What experts compute of tokens that are not quantised yet."""
+    quantised = fp8.quantise_activations(hidden, of.power_of_two)
+    return fp8.experts(*quantised, ids, weights, of, shared, dtype=hidden.dtype)
+
+
 def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 0.003) -> None:
     """Apart by what bfloat16 rounds, and no element by much more."""
     assert ours.dtype == theirs.dtype

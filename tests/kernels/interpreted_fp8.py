@@ -12,7 +12,7 @@ from kernels.triton.fp8_quantise import quantise, swiglu_quantise
 from kernels.triton.fp8_tile import Tiling
 from kernels.triton.routing import sort_many_pairs, sort_pairs
 from model.shard import RoutedTokens
-from tests.kernels.fp8_cases import close, expert_case, randn, routed, weight
+from tests.kernels.fp8_cases import close, expected_experts, expert_case, randn, routed, weight
 from tests.kernels.fp8_kernels import experts, linear, mlp
 
 
@@ -141,11 +141,11 @@ def test_many_pairs_are_sorted_by_expert(tokens: int, block_m: int, shared: rang
 def test_experts(tokens: int, top_k: int, count: int, hidden: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = expert_case(tokens, top_k, count, hidden, width, first=2)
     whole = experts(*case)
-    close(whole, fp8.experts(*case), 0.01)
+    close(whole, expected_experts(*case), 0.01)
     monkeypatch.setattr(fp8_experts, "_SPLIT_PAIRS", 0 if tokens * top_k <= 64 else 1 << 20)
     assert torch.equal(experts(*case), whole), "however the channels are shared"
     shared = range(tokens // 3, tokens)
-    close(experts(*case, shared), fp8.experts(*case, shared), 0.01)
+    close(experts(*case, shared), expected_experts(*case, shared), 0.01)
     rows = routed(*case[:3], True)
     assert torch.equal(experts_fp8(*rows.quantised, rows.ids, rows.weights, case[3]), whole)
 
@@ -157,11 +157,11 @@ def test_experts_of_many_tokens(n: int, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(fp8_experts, "_MOST", 24)
     monkeypatch.setattr(fp8_experts, "tiling", lambda tokens: Tiling(32, n, 4, 2, 1, tokens_left=True))
     case = expert_case(40, 2, 3, 272, 128, first=2, power_of_two=False)
-    close(experts(*case), fp8.experts(*case), 0.01)
+    close(experts(*case), expected_experts(*case), 0.01)
     rows = routed(*case[:3], False)
-    close(experts_fp8(*rows.quantised, rows.ids, rows.weights, case[3]), fp8.experts(*case), 0.01)
+    close(experts_fp8(*rows.quantised, rows.ids, rows.weights, case[3]), expected_experts(*case), 0.01)
     for shared in (range(3, 30), range(30, 40), range(0)):
-        close(experts(*case, shared), fp8.experts(*case, shared), 0.01)
+        close(experts(*case, shared), expected_experts(*case, shared), 0.01)
 
 
 @pytest.mark.parametrize("tokens", [40, 300])
@@ -188,13 +188,13 @@ def test_experts_of_many_tokens_by_another_product(tokens: int, monkeypatch: pyt
     library = SimpleNamespace(grouped_product=product)
     monkeypatch.setattr(fp8_experts, "deep_gemm", lambda tokens, device: library)
     case = expert_case(tokens, 2, 3, 2304, 128, first=2, power_of_two=False)
-    close(experts(*case), fp8.experts(*case), 0.01)
+    close(experts(*case), expected_experts(*case), 0.01)
     assert len(given) == (2 if tokens == 40 else 4), "two products of all rows, or of each half"
     assert given[0] == given[1] == sorted(given[0])
     rows = routed(*case[:3], False)
-    close(experts_fp8(*rows.quantised, rows.ids, rows.weights, case[3]), fp8.experts(*case), 0.01)
+    close(experts_fp8(*rows.quantised, rows.ids, rows.weights, case[3]), expected_experts(*case), 0.01)
     for shared in (range(3, 30), range(30, 40), range(0)):
-        close(experts(*case, shared), fp8.experts(*case, shared), 0.01)
+        close(experts(*case, shared), expected_experts(*case, shared), 0.01)
     elsewhere = (case[0], torch.zeros_like(case[1]), *case[2:])
     monkeypatch.setattr(library, "grouped_product", lambda x, x_scales, weight, *_: x.new_empty(0, weight.shape[1]))
     assert (experts(*elsewhere) == 0).all(), "no token has chosen an expert of this rank"

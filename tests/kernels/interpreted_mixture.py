@@ -14,7 +14,7 @@ from kernels.operands import PartialSums, RmsNorm, RouterConfig, SwiGluWeights
 from model.feed_forward import FeedForward, MixtureOfExperts, Router
 from model.shard import NO_EXCHANGE, SINGLE_RANK, Exchange, Shard
 from model.weights import Linear
-from tests.kernels.fp8_cases import close, randn, weight
+from tests.kernels.fp8_cases import close, expected_experts, randn, weight
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 272, 128, 8, 3
 TOKENS = 8
@@ -101,7 +101,7 @@ class Case:
         logits = PartialSums.of(normed.float() @ self.router.weight.float().t())
         weights, ids = torch_ops.choose_experts(logits, self.router.bias, self.router.config)
         everybody = range(TOKENS)
-        return summed, fp8.experts(normed, ids, weights, SwiGluWeights(*self.gate_up, *self.down, True), everybody)
+        return summed, expected_experts(normed, ids, weights, SwiGluWeights(*self.gate_up, *self.down, True), everybody)
 
 
 @pytest.mark.parametrize("apart", [False, True])

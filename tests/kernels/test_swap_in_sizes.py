@@ -15,9 +15,7 @@ def test_the_kernel_of_the_largest_buffer_has_shared_memory_enough(kib: int, que
 
     def kernel(hot_size: int) -> SwapInSpecialization:
         threads = default_block_size(queries * 2048)
-        return SwapInSpecialization(
-            2048, hot_size, 656, "int64", "int64", True, threads, seen_bits(CONTEXT), queries, window
-        )
+        return SwapInSpecialization(2048, hot_size, 656, True, threads, seen_bits(CONTEXT), queries, window)
 
     size = largest_hot_size(2048, queries, window, CONTEXT, None, kib << 10)
     if not size:

@@ -123,7 +123,7 @@ class Session:
         chosen = range(len(self.prompts)) if requests is None else requests
         positions = [len(self.prompts[request]) + step for request in chosen]
         cache = ResidentBatch(self.pool, [self.requests[request] for request in chosen], positions)
-        return self.model.decode(token_ids, torch.tensor(positions), cache)
+        return self.model.logits(self.model.decode(token_ids, torch.tensor(positions), cache))
 
     def generate(self, new_tokens: int, chunk_size: int) -> list[list[int]]:
         """Greedy continuations of all prompts."""

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import structlog
 import torch
+from damage import edit_config, edit_weights
 from model_caches import PagedPool, PagedRequest, ResidentBatch
 from networks import tensors_of
 from plain_draft import PlainDraft
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from base.errors import StartupError
@@ -94,7 +95,7 @@ def test_drafts_are_those_of_the_published_formula(stored: tuple[Path, Path]) ->
     requests = prefilled(model, prompts, DRAFTS)
     pool, positions = requests[0].pool, torch.tensor(LENGTHS) - 1
     ids = torch.stack([prompt[-1] for prompt in prompts])
-    hidden = model.decode_hidden(ids, positions, ResidentBatch(pool, requests, positions.tolist()))
+    hidden = model.decode(ids, positions, ResidentBatch(pool, requests, positions.tolist()))
     ids = model.logits(hidden).argmax(-1)
     tokens, states = [ids], []
     for draft in range(DRAFTS):
@@ -124,7 +125,7 @@ def test_a_prompt_gets_the_entries_that_drafting_stores(drafting: SparseModel) -
     [stepwise] = prefilled(drafting, [prompt[:70]], 30)
     for position in range(69, 99):
         ids, at = prompt[position : position + 1], torch.tensor([position])
-        hidden = drafting.decode_hidden(ids, at, ResidentBatch(stepwise.pool, [stepwise], [position]))
+        hidden = drafting.decode(ids, at, ResidentBatch(stepwise.pool, [stepwise], [position]))
         batch = ResidentBatch(stepwise.pool, [stepwise], [position])
         assert drafting.draft(prompt[position + 1 : position + 2], hidden, at, batch, None) is None
     for one, other in zip(draft_kv(drafting, whole, 99), draft_kv(drafting, stepwise, 99), strict=True):
@@ -135,7 +136,7 @@ def test_a_prompt_gets_the_entries_that_drafting_stores(drafting: SparseModel) -
 def test_only_picked_tokens_are_drafted_for(drafting: SparseModel) -> None:
     """Several tokens of each request are stored, and the hidden states of one each go on."""
     prompts, lengths = [prompt_of(length) for length in (90, 20)], (80, 18)
-    hidden = [drafting.prefill_hidden([whole_chunk(drafting, prompt)]) for prompt in prompts]
+    hidden = [drafting.prefill([whole_chunk(drafting, prompt)], kv_only=False) for prompt in prompts]
     requests = prefilled(drafting, [prompt[:length] for prompt, length in zip(prompts, lengths, strict=True)], 10)
     of, at = [0, 0, 0, 1, 1, 1], [79, 80, 81, 17, 18, 0]
     picked = [1, 4]
@@ -165,7 +166,7 @@ def whole_chunk(model: SparseModel, prompt: torch.Tensor) -> PrefillChunk:
 
 def test_hidden_states_and_tokens_do_not_depend_on_the_draft_layer(drafting: SparseModel, model: SparseModel) -> None:
     prompt = prompt_of(80)
-    states = [each.prefill_hidden([whole_chunk(each, prompt)]) for each in (drafting, model)]
+    states = [each.prefill([whole_chunk(each, prompt)], kv_only=False) for each in (drafting, model)]
     assert torch.equal(*states)
     assert (model.spec.draft_layer, model.network.draft) == (None, None)
     assert (drafting.spec.draft_layer, drafting.spec.num_layers) == (model.spec.num_layers, model.spec.num_layers + 1)
@@ -180,31 +181,29 @@ def test_repeated_tensors_are_loaded_once_and_nothing_is_left_unknown(checkpoint
     assert shapes.count(tuple(network.embedding.shape)) == 2, "the embedding and the head"
 
 
+@pytest.fixture
+def damaged(checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy of a checkpoint, to be damaged by the test."""
+    return Path(shutil.copytree(checkpoint, tmp_path / "damaged"))
+
+
 @pytest.mark.parametrize("lacks", ["weights", "configuration"])
-def test_a_checkpoint_without_the_layer_serves_without_it(checkpoint: Path, tmp_path: Path, lacks: str) -> None:
-    path = tmp_path / "copy"
-    shutil.copytree(checkpoint, path)
+def test_a_checkpoint_without_the_layer_serves_without_it(damaged: Path, lacks: str) -> None:
     if lacks == "weights":
-        weights = load_file(path / "model.safetensors")
-        kept = {name: values for name, values in weights.items() if not name.startswith("model.layers.5.")}
-        save_file(kept, path / "model.safetensors")
+        names = load_file(damaged / "model.safetensors")
+        edit_weights(damaged, **{name: None for name in names if name.startswith("model.layers.5.")})
     else:
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
-    assert not has_draft_layer(path)
-    model = load_model(path, torch.float32, CPU, drafts=True)
+        edit_config(damaged, num_nextn_predict_layers=0)
+    assert not has_draft_layer(damaged)
+    model = load_model(damaged, torch.float32, CPU, drafts=True)
     assert (model.spec.draft_layer, model.network.draft, model.spec.num_layers) == (None, None, 5)
 
 
-def test_a_layer_that_is_there_in_part_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    path = tmp_path / "copy"
-    shutil.copytree(checkpoint, path)
-    weights = load_file(path / "model.safetensors")
-    del weights["model.layers.5.enorm.weight"]
-    save_file(weights, path / "model.safetensors")
-    assert load_model(path, torch.float32, CPU).spec.num_layers == 5
+def test_a_layer_that_is_there_in_part_is_refused(damaged: Path) -> None:
+    edit_weights(damaged, **{"model.layers.5.enorm.weight": None})
+    assert load_model(damaged, torch.float32, CPU).spec.num_layers == 5
     with pytest.raises(StartupError, match=r"lacks 1 weights: model\.layers\.5\.enorm\.weight"):
-        load_model(path, torch.float32, CPU, drafts=True)
+        load_model(damaged, torch.float32, CPU, drafts=True)
 
 
 def test_the_projection_stays_in_bfloat16_where_others_are_in_fp8() -> None:

@@ -191,6 +191,10 @@ def without_weight_map(path: Path) -> None:
         (lambda path: rewrite(path, lambda content: content[:100]), "header is cut off"),
         (lambda path: rewrite(path, lambda content: b""), "header is cut off"),
         (lambda path: rewrite(path, lambda content: content[:8] + b"x" * (len(content) - 8)), "header is not valid"),
+        *(
+            (lambda path, old=old, new=new: rewrite(path, lambda content: content.replace(old, new)), "is not valid")
+            for old, new in ((b'"dtype"', b'"dtypo"'), (b'"shape":[64]', b'"shape":"64"'), (b"_offsets", b"_offsetz"))
+        ),
         (lambda path: edit_weights(path, **{"model.norm.weight": None}), "lacks 1 weights: model.norm.weight"),
         (
             lambda path: edit_weights(path, **{"model.norm.weight": torch.ones(3)}),

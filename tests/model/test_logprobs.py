@@ -19,7 +19,7 @@ def computed(model: SparseModel, cuts: list[int]) -> TokenLogprobs:
     session = Session(model, [PROMPT], 1)
     parts = []
     for start, stop in zip([0, *cuts], [*cuts, len(PROMPT) - 1], strict=True):
-        hidden = model.prefill_hidden([session.chunk(0, start, stop)])
+        hidden = model.prefill([session.chunk(0, start, stop)], kv_only=False)
         parts.append(model.logprobs(hidden, PROMPT[start + 1 : stop + 1], TOP))
     return TokenLogprobs(*map(torch.cat, zip(*parts, strict=True)))
 
@@ -40,9 +40,9 @@ def test_they_are_those_of_transformers(model: SparseModel, reference: PreTraine
 
 def test_the_kv_is_the_same_with_them(model: SparseModel) -> None:
     kept = []
-    for run in (model.prefill, model.prefill_hidden):
+    for kv_only in (True, False):
         session = Session(model, [PROMPT], 1)
-        run([session.chunk(0, 0, len(PROMPT) - 1)])  # type: ignore[operator]
+        model.prefill([session.chunk(0, 0, len(PROMPT) - 1)], kv_only=kv_only)
         kept.append((session.pool.kv, session.pool.keys))
     assert torch.equal(kept[0][0], kept[1][0])
     assert torch.equal(kept[0][1], kept[1][1])

@@ -38,7 +38,7 @@ def computed_by(model: SparseModel, on_layer: Callable[[int], None] = lambda _: 
 
 def hidden_of(model: SparseModel) -> list[torch.Tensor]:
     """Hidden states of the tokens of all steps."""
-    return [model.prefill_hidden(chunks, lambda _: None) for chunks in steps_of(model)[1]]
+    return [model.prefill(chunks, kv_only=False) for chunks in steps_of(model)[1]]
 
 
 def in_threads(model: SparseModel, size: int, work: Callable[[SparseModel, int], T]) -> list[T]:

@@ -25,17 +25,14 @@ class FakeModel:
     def __init__(self) -> None:
         self.calls: list[list[tuple[int, int]]] = []
 
-    def prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None]) -> None:
+    def prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None], kv_only: bool) -> torch.Tensor:
+        """Hidden states: of each token its position."""
         self.calls.append([(chunk.start, len(chunk.token_ids)) for chunk in chunks])
         for layer in range(LAYOUT.num_layers):
             for chunk in chunks:
                 rows = chunk.cache.rows(chunk.start, chunk.stop)
                 chunk.cache.kv(layer)[rows] = torch.arange(chunk.start, chunk.stop).to(torch.uint8)[:, None]
             on_layer(layer)
-
-    def prefill_hidden(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None]) -> torch.Tensor:
-        """Of each token its position."""
-        self.prefill(chunks, on_layer)
         return torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks]).float()[:, None]
 
     def logprobs(self, hidden: torch.Tensor, next_ids: torch.Tensor, count: int) -> TokenLogprobs:

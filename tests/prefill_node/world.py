@@ -372,7 +372,7 @@ class RunningModel:
     def tokens(self) -> int:
         return sum(stop - start for chunks in self.computed for start, stop in chunks)
 
-    def prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None]) -> None:
+    def prefill(self, chunks: Sequence[PrefillChunk], on_layer: Callable[[int], None], kv_only: bool) -> None:
         self.before_pass()
         self.computed.append([(chunk.start, chunk.stop) for chunk in chunks])
         for layer in range(LAYOUT.num_layers):

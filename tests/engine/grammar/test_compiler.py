@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from control.grammar import JSON_OBJECT, Grammar, JsonSchema, Lark, Regex, Structure, TextChoice
-from engine.grammar import CompilerBusy, GrammarError
+from engine.grammar import CompilerBusy, GrammarError, prover
 from engine.grammar.compiler import CompilerLimits, GrammarCompiler
 from tests.engine.grammar.small import accepts, vocabulary
 
@@ -95,6 +95,19 @@ def test_a_small_grammar_does_not_wait_for_an_attack() -> None:
         assert not attack.done()
         assert "takes more than 0.5 s" in str(attack.exception(60))
         assert waited < time.monotonic() - before
+    finally:
+        compiler.close()
+
+
+def test_a_process_that_starts_too_slowly_is_no_fault_of_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as slow:
+        slow.setattr(prover, "_START_S", 0.0)
+        compiler = GrammarCompiler(vocabulary(), LIMITS)
+        error = compiler.submit(Grammar(structure=JSON_OBJECT)).exception(60)
+    assert isinstance(error, CompilerBusy)
+    assert "does not start in time" in str(error)
+    try:
+        assert submit(compiler, JSON_OBJECT) is None
     finally:
         compiler.close()
 

@@ -83,6 +83,32 @@ def test_a_grammar_that_becomes_too_complex_ends_only_its_request() -> None:
     assert encode("{")[0] in allowed(other)
 
 
+def test_drafts_that_make_a_grammar_too_complex_end_only_its_request() -> None:
+    hostile, other = compiled(Regex(pattern="(.*a.{30}b.*){20}")).start(), compiled(JSON_OBJECT).start()
+    writer, rng = MaskWriter(8, vocabulary().words, pinned=False), np.random.default_rng(0)
+    letters = [encode("a")[0], encode("b")[0]]
+    for _ in range(700):
+        drafts = [int(rng.choice(letters)) for _ in range(3)]
+        if failed := writer.write([other, hostile], [(), drafts], width=4).failed:
+            break
+        for token_id in drafts:
+            hostile.advance(token_id)
+    assert list(failed) == [1]
+    assert "cannot be taken back: lexer error: too many" in failed[1]
+    assert encode("{")[0] in allowed(other)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_requests_without_drafts_take_part_in_a_step_with_drafts(threads: int) -> None:
+    words = vocabulary().words
+    state, expected = compiled(JSON_OBJECT).start(), np.full((4, words), -1, dtype=np.int32)
+    state.fill(expected[0])
+    masks = MaskWriter(4, words, pinned=False, threads=threads).write([state, None], [(), ()], width=2)
+    assert masks.words is not None
+    assert masks.failed == {}
+    assert np.array_equal(masks.words.numpy(), expected)
+
+
 def test_each_row_is_its_requests_mask_and_the_others_are_all_ones() -> None:
     words = vocabulary().words
     writer = MaskWriter(6, words, pinned=False, threads=2)

@@ -30,6 +30,11 @@ from tests.gateway.formats.examples import parsing_format
         (JsonSchema(schema_text="true"), ["1", '"a"'], ["a", ""]),
         (JsonSchema(schema_text='{"type": "integer", "minimum": 3}'), ["3", "12"], ["2", "-1", "3.5"]),
         (JsonSchema(schema_text='{"type": "string", "format": "password"}'), ['"x"'], ["x"]),
+        (
+            JsonSchema(schema_text='{"items": {"type": "null", "format": ["uri"]}, "type": "array"}'),
+            ["[null]"],
+            ["[1]"],
+        ),
         (JsonSchema(schema_text='{"x-guidance": {"lenient": true}, "type": "null"}'), ["null"], ["0"]),
         (Regex(pattern=r"(\d{4})-\d\d/x|\n"), ["2024-01/x", "\n"], ["2024-01", "2024-1/x", "a2024-01/x"]),
         (Regex(pattern="^a+$"), ["aa"], ["", "ab"]),
@@ -41,6 +46,7 @@ from tests.gateway.formats.examples import parsing_format
         (TextChoice(options=("", TOOL_CALL, "a")), ["", TOOL_CALL, "a"], ["b", TOOL_CALL * 2]),
         (TextChoice(options=tuple(str(n) * 8 for n in range(5000))), ["0" * 8, "4999" * 8], ["1", "5000" * 8]),
         (Lark(grammar='start: e\ne: "(" e ")" | "x"'), ["x", "((x))"], ["(x", ""]),
+        (Lark(grammar='start: %json {"type": "string", "format": "binary"}'), ['"a"'], ["a"]),
         (Lark(grammar='root ::= "a" b*\nb ::= [0-9]'), ["a", "a12"], ["1", "ab"]),
     ],
     ids=lambda value: getattr(value, "kind", None),
@@ -94,6 +100,10 @@ def test_free_text_ends_with_the_first_occurrence_of_a_plain_marker() -> None:
             ),
             r"at /\$defs/x: Unimplemented keys",
         ),
+        (
+            JsonSchema(schema_text=f'{{"items": {{"maximum": {10**30}, "type": "foo"}}}}'),
+            "json_schema at /items: Invalid type: foo",
+        ),
         (JsonSchema(schema_text='{"$ref": "http://example.com/s"}'), "Default retriever does not fetch"),
         (Regex(pattern="(?=a)"), "regex: .*look-around"),
         (Regex(pattern="(a"), "regex: invalid regex .*unclosed group"),
@@ -133,7 +143,3 @@ def test_an_error_in_a_tool_names_it_and_the_place(family: str, parameters: dict
     assert grammar is not None
     with pytest.raises(GrammarError, match=f"^{place}"):
         compiled(Lark(grammar=grammar))
-
-
-def test_formats_that_nothing_enforces_are_annotations_in_a_lark_grammar_too() -> None:
-    assert accepts(compiled(Lark(grammar='start: %json {"type": "string", "format": "binary"}')).start(), '"a"')
