@@ -78,6 +78,10 @@ class HostSlots:
     def __len__(self) -> int:
         return sum(extent.length for extent in self.extents)
 
+    @property
+    def held_blocks(self) -> int:
+        return 0 if self.held is None else len(self.held)
+
     def slots(self) -> npt.NDArray[np.int64]:
         """The slots in position order, int64 [len(self)]."""
         return expand(self.extents)
