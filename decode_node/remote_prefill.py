@@ -74,6 +74,7 @@ class RemotePrefill:
         on_landed: Callable[[Request, int], None] = lambda *_: None,
     ) -> None:
         self._attempts = AttemptTable()
+        self._host = host
         self.nodes = PrefillNodes(control, patience)
         self.reads = PrefixReads(control, self._attempts, self.nodes, host, verify)
         self._reservations: ReservationTable[AttemptId, Peer, HostSlots] = ReservationTable(
@@ -92,6 +93,11 @@ class RemotePrefill:
     @property
     def is_idle(self) -> bool:
         return not self._attempts and not len(self._reservations)
+
+    @property
+    def lingering_slots(self) -> int:
+        """Slots of requests that have landed and given them up, which are free when a fence has passed."""
+        return sum(map(self._host.num_owned_once, self._reservations.lingering))
 
     # --- attempts begin and end ---
 

@@ -177,6 +177,10 @@ class SlotAllocator:
             for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
                 self._give(Extent(extent.start + begin, end - begin))
 
+    def num_owned_once(self, extents: Iterable[Extent]) -> int:
+        """How many of these slots have one reference."""
+        return sum(int(np.count_nonzero(self._held(extent) == 1)) for extent in extents)
+
     def check_held(self, slots: npt.NDArray[np.integer]) -> None:
         """Raise SlotAccountingError if one of these slots [n] is free."""
         if len(slots) and not self._references[slots].all():

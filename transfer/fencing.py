@@ -137,6 +137,10 @@ class ReservationTable(Generic[KeyT, ProcessT, ResourceT]):
         return [r for r in self if r.state is ReservationState.QUARANTINED]
 
     @property
+    def lingering(self) -> list[ResourceT]:
+        return [r.resource for r in self if r.state is ReservationState.LINGERING]
+
+    @property
     def quarantined_slots(self) -> int:
         return sum(r.num_slots for r in self.quarantined)
 
