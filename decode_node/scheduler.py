@@ -11,7 +11,7 @@ import structlog
 
 from base.block_hashes import BLOCK_TOKENS
 from base.metrics import Metrics
-from base.tombstones import Tombstones
+from base.tombstones import REMEMBERED, LatestDict
 from base.tracing import NO_TRACER, Tracer
 from control.messages import FinishReason, Generate, Peer, Rejected
 from decode_node import spans
@@ -68,7 +68,7 @@ class Scheduler:
         self._grammars = grammars
         self._tracer = tracer
         self._steps = Stepper(runner, coordinator, metrics, grammars, self._step_failed, ranks)
-        self._ended: Tombstones[str] = Tombstones()
+        self._ended: LatestDict[str, None] = LatestDict(REMEMBERED)
         self._stalled = False
         """Whether the last turn could do nothing for any request that has landed."""
         self._draining = False
@@ -301,7 +301,7 @@ class Scheduler:
         spans.end(request, reason, error)
         self._grammars.forget(request)
         del self.requests[request.request_id]
-        self._ended.add(request.request_id)
+        self._ended[request.request_id] = None
         log.info(
             "finished",
             request_id=request.request_id,
