@@ -35,41 +35,11 @@ def table_with(
     return table, released
 
 
-def test_aborted_slots_wait_for_quiesced() -> None:
-    """sglang PRs 24580, 31357: pages freed on abort while the prefill node was still writing."""
-    table, released = table_with()
-    assert table.quarantine(R, now=1.0) == WRITER
-    assert table.quarantined_slots == 8
-    assert table.release_expired(now=1e9) == []
-    assert released == []
-    assert table.quiesced(R, "first", now=100.0)
-    assert released == ["slots"]
-
-
 def test_a_late_done_of_a_quarantined_epoch_does_not_land() -> None:
     table, _ = table_with()
     table.quarantine(R, now=1.0)
     with pytest.raises(ValueError, match="not writable"):
         table.landed(R, now=100.0)
-
-
-def test_evicted_slots_come_back_after_the_grace() -> None:
-    table, released = table_with()
-    table.quarantine(R, now=1.0)
-    table.writer_gone("first", now=100.0)
-    table.writer_gone("first", now=104.0)
-    assert table.release_expired(100.0 + DRAIN_GRACE_S - 0.1) == []
-    assert table.release_expired(100.0 + DRAIN_GRACE_S) == [R]
-    assert released == ["slots"]
-
-
-def test_eviction_is_of_one_process_and_of_what_is_quarantined() -> None:
-    table, released = table_with()
-    table.writer_gone("first", now=0.0)
-    table.quarantine(R, now=1.0)
-    table.writer_gone("second", now=1.0)
-    assert table.release_expired(1e9) == []
-    assert released == []
 
 
 def test_quarantine_counts_from_when_it_began() -> None:
