@@ -199,8 +199,9 @@ class Scheduler:
         except Exception as error:
             log.exception("local prefill failed")
             self._runner.check_device()
-            for request in self.requests.in_state(RequestState.LOCAL_PREFILL):
-                self.end(request, "error", f"prefill failed: {error}")
+            for request in self._local.at_risk:
+                if request.state is RequestState.LOCAL_PREFILL:
+                    self.end(request, "error", f"prefill failed: {error}")
         landed, broken = self._local.staged()
         for request in landed:
             self.slots.landed(request, 0)
