@@ -218,11 +218,15 @@ class Scheduler:
                 continue
             if self._coordinator.num_running >= self._limits.max_running or not self.slots.admit(request):
                 break
-            generate = request.generate
-            self._runner.admit(request.request_id, generate.prompt_ids, request.generated, generate.sampling)
             log.debug("admitted", request_id=request.request_id, kv_tokens=request.kv_tokens, was=request.state.value)
             request.move(RequestState.RUNNING)
-            admitted = True
+            admitted, generate = True, request.generate
+            try:
+                self._runner.admit(request.request_id, generate.prompt_ids, request.generated, generate.sampling)
+            except Exception as error:
+                log.exception("a request cannot be admitted", request_id=request.request_id)
+                self._runner.check_device()
+                self.end(request, "error", f"it cannot be admitted: {error}")
         return admitted
 
     def _take_tokens(self) -> bool:

@@ -153,6 +153,22 @@ def test_a_prompt_that_cannot_be_copied_to_the_host_ends_its_request_alone() -> 
     assert h.ended == {"staged": "error", "other": "length"}
 
 
+def test_a_row_that_cannot_be_set_up_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first request that changes logits makes tables, for which there may be no room."""
+
+    def no_room(*_: object) -> None:
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr("engine.adjustments._Tables.new", no_room)
+    h = World()
+    h.ask("other", tokens=8)
+    h.ask("adjusts", sampling=Sampling(temperature=0, frequency_penalty=1.0))
+    h.run()
+    assert h.ended == {"other": "length", "adjusts": "error"}
+    assert h.errors["adjusts"] == "it cannot be admitted: out of memory"
+    assert h.answers == {"other": counted((3,), 8), "adjusts": []}
+
+
 def test_a_chunk_that_cannot_be_computed_here_ends_its_request_alone() -> None:
     """The others wait for their turn."""
     h, errors = World(), [MemoryError("out of memory")]
