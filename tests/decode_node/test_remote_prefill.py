@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from control.messages import (
-    Admitted,
     ChunkDone,
     Holding,
     PrefillAccepted,
@@ -20,7 +19,6 @@ from tests.decode_node.remote_world import (
     NO_CHECKSUMS,
     PATIENCE_S,
     SECOND,
-    SLOTS,
     Landed,
     Lost,
     R,
@@ -92,16 +90,6 @@ def test_log_probabilities_that_cannot_be_cost_the_attempt(
     h.dispatch()
     [lost] = h.take(FIRST, PrefillDone(attempt=R, num_tokens=3, prompt_logprobs=(piece,)))
     assert reason in lost.reason
-
-
-def test_done_of_an_abandoned_attempt_ends_the_quarantine(h: RemoteWorld) -> None:
-    h.dispatch()
-    h.remote.abandon(h.request)
-    assert h.freed == []
-    assert h.done() == []
-    assert h.freed == [SLOTS]
-    assert h.control.take(Admitted) == [Admitted(attempt=R)]
-    assert not h.control.repeated
 
 
 def test_a_request_that_is_never_accepted_is_given_up(h: RemoteWorld) -> None:
