@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from base.block_hashes import BLOCK_TOKENS
 from transfer.planner import expand_extents, plan_runs
 
 BlockValues = npt.NDArray[np.int32]
@@ -58,10 +57,6 @@ class HeldBlocks:
 
     def __len__(self) -> int:
         return len(self.numbers)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self) * BLOCK_TOKENS
 
 
 @dataclass(frozen=True)
