@@ -112,8 +112,8 @@ class PrefillNodes:
         ranked += [*listed.values(), *(node for node in ranking if node.address not in listed)]
         able = [node for node in ranked if longest.get(node.boot_id, prompt_tokens) >= prompt_tokens]
         usable = [node for node in able or ranked if self._is_usable(node)]
-        untried = [node for node in usable if node.boot_id not in request.tried]
-        return next(iter(untried or usable), None)
+        best = [node for node in usable if node.boot_id not in request.failed_nodes]
+        return next(iter(best or usable), None)
 
     def ranks_of(self, node: Peer, request: Request) -> tuple[Peer, ...]:
         """The other processes of a node that was chosen for the request: they will write to its slots, too."""

@@ -107,8 +107,6 @@ class RemotePrefill:
         Slots that the request has already hold the positions before them.
         """
         request.epoch += 1
-        request.prefill_attempts += 1
-        request.tried.add(node.boot_id)
         request.move(RequestState.PREFILLING)
         ranks = self.nodes.ranks_of(node, request)
         attempt = PrefillAttempt(
@@ -160,8 +158,8 @@ class RemotePrefill:
         if attempt.prompt_logprobs is not None:
             request.prompt_logprobs = attempt.prompt_logprobs
         attempt.span.note(lambda: spans.landed(done))
-        request.tried.clear()
-        request.prefill_attempts = 0
+        request.failed_nodes.clear()
+        request.prefill_failures = 0
         request.move(RequestState.LANDED)
         self._control.send(attempt.node, Admitted(attempt=attempt.id))
         say = log.info if done.lingering else log.debug
@@ -180,19 +178,20 @@ class RemotePrefill:
     def _lose(self, attempt: PrefillAttempt | None, reason: str, leaving: bool = False) -> None:
         """The node stopped working on an attempt. That fails a live one unless the node had announced everything.
 
-        leaving: the node shuts down and hands its requests back, which counts neither as a failure nor as an attempt.
+        leaving: the node shuts down and hands its requests back, which counts as no failure.
         """
         if attempt is None or not attempt.needs_node:
             return
         if not leaving:
             self._fail(attempt, reason)
             return
-        attempt.request.prefill_attempts -= 1
         log.info("prefill handed back", node=attempt.node.address, reason=reason, **attempt.id.log_fields)
         self._give_back(attempt, reason)
 
     def _fail(self, attempt: PrefillAttempt, reason: str, kind: str = "prefill") -> None:
         """End an attempt that is still wanted. kind: the metrics' word for the reason."""
+        attempt.request.prefill_failures += 1
+        attempt.request.failed_nodes.add(attempt.node.boot_id)
         self._metrics.transfer_failures.labels(kind).inc()
         log.warning("prefill attempt failed", reason=reason, **attempt.id.log_fields)
         self._give_back(attempt, reason)

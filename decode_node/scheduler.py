@@ -117,11 +117,11 @@ class Scheduler:
         It gives its cached prefix back, and looks for one again then.
         """
         self.slots.release(request)
-        if request.prefill_attempts > self._limits.prefill_retries:
-            self.end(request, "error", f"prefill failed {request.prefill_attempts} times, at last: {reason}")
+        if request.prefill_failures > self._limits.prefill_retries:
+            self.end(request, "error", f"prefill failed {request.prefill_failures} times, at last: {reason}")
         else:
             self._metrics.prefill_retries.inc()
-            pause = RETRY_S * 2 ** max(0, request.prefill_attempts - 1)
+            pause = RETRY_S * 2 ** max(0, request.prefill_failures - 1)
             request.again_at = time.monotonic() + min(pause, LONGEST_RETRY_S)
 
     def give_back_stranded(self, gateway: Peer) -> None:
@@ -189,7 +189,7 @@ class Scheduler:
         node = self._remote.nodes.choose(request)
         if node is None:
             return self._local if self._local is not None and self._local.fits(request.kv_tokens) else None
-        return None if node.boot_id in request.tried and time.monotonic() < request.again_at else node
+        return None if node.boot_id in request.failed_nodes and time.monotonic() < request.again_at else node
 
     def _advance_local_prefill(self) -> None:
         if self._local is None or not self._local.has_work:

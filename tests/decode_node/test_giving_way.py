@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from control.messages import Sampling
+from control.messages import PrefillFailed, Sampling
 from decode_node.request import RequestState
-from tests.decode_node.world import GATEWAY, HOT, World, counted
+from tests.decode_node.world import GATEWAY, HOT, PREFILL, World, counted
 from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S
 
 
@@ -72,6 +72,23 @@ def test_a_younger_prefill_gives_way_to_an_older_request() -> None:
     h.run()
     assert h.answers == {"a": counted(prompt_a, 300), "b": counted(prompt_b, 5)}
     assert h.metrics.retractions.labels("host")._value.get() >= 1
+
+
+def test_a_prefill_that_gave_way_was_no_failed_one() -> None:
+    h = World(slow={"b"}, retries=1)
+    h.ask("a", prompt=(1,) * 565, tokens=300)
+    h.ask("b", prompt=(2,) * 371, tokens=5)
+    request = h.scheduler.requests["b"]
+    while not request.retractions:
+        h.turn()
+    while request.state is not RequestState.PREFILLING:
+        h.turn()
+    h.remote.take(PREFILL, PrefillFailed(attempt=request.attempt("decode"), reason="out of memory"))
+    assert request.state is RequestState.WAITING, "the first of two attempts has failed"
+    request.again_at = 0.0
+    h.slow.clear()
+    h.run()
+    assert h.answers["b"] == counted((2,), 5)
 
 
 @pytest.mark.parametrize("lingering", [False, True])

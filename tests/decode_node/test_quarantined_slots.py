@@ -79,7 +79,7 @@ def test_a_silent_node_is_used_again_as_soon_as_it_answers(h: RemoteWorld) -> No
     h.dispatch()
     h.clock.now += SILENCE_S + 1
     h.tick(h.clock.now)
-    h.request.tried.clear()
+    h.request.failed_nodes.clear()
     h.control.heard["first"] = h.clock.now + 1
     assert h.remote.nodes.choose(h.request) == SECOND, "what it said may be old"
     h.clock.now += 1000

@@ -98,7 +98,7 @@ def test_a_request_that_is_never_accepted_is_given_up(h: RemoteWorld) -> None:
     assert h.wait(PATIENCE_S - 1) == []
     assert h.wait(2) == [Lost(h.request, "prefill node 127.0.0.1:2 has not accepted it for 60 s")]
     assert ("prefill", R) not in h.control.repeated
-    h.request.tried.clear()
+    h.request.failed_nodes.clear()
     assert h.remote.nodes.choose(h.request) == SECOND
     h.take(FIRST, Progress(current_pass=4))
     assert h.remote.nodes.choose(h.request) == FIRST
@@ -115,7 +115,7 @@ def test_a_node_that_hangs_in_a_forward_pass_is_avoided_until_it_goes_on(h: Remo
         h.progress(current_pass=7)
     assert h.wait(1) == [Lost(h.request, "prefill node 127.0.0.1:2 has made no progress for 60 s")]
     assert h.remote.quarantine.num_slots == 3
-    h.request.tried.clear()
+    h.request.failed_nodes.clear()
     assert h.remote.nodes.choose(h.request) == SECOND
     h.control.sent.clear()
     h.wait(1)
