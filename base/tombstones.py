@@ -2,7 +2,11 @@
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import Generic, TypeVar
+from typing import TypeVar
+
+REMEMBERED = 65536
+"""Keys of what is over, so that a delayed repeat of a message does not start it again. A message is repeated for
+seconds, so older ones may be forgotten."""
 
 HashableT = TypeVar("HashableT", bound=Hashable)
 ValueT = TypeVar("ValueT")
@@ -20,19 +24,3 @@ class LatestDict(OrderedDict[HashableT, ValueT]):
         self.move_to_end(key)
         if len(self) > self._limit:
             self.popitem(last=False)
-
-
-class Tombstones(Generic[HashableT]):
-    """The last `limit` keys that are over, so that a delayed repeat of a message does not start them again.
-
-    A message is repeated for seconds, so old keys may be forgotten.
-    """
-
-    def __init__(self, limit: int = 65536) -> None:
-        self._keys: LatestDict[HashableT, None] = LatestDict(limit)
-
-    def __contains__(self, key: HashableT) -> bool:
-        return key in self._keys
-
-    def add(self, key: HashableT) -> None:
-        self._keys[key] = None

@@ -41,7 +41,7 @@ class Grammars:
         """Begin to compile the grammar of a request. It may be computed meanwhile."""
         grammar = request.generate.grammar
         assert grammar is not None
-        if self._starting is None:
+        if self._starting is None or _may_start_now(self._starting):
             self._starting = self._starter.submit(lambda: GrammarCompiler(self._read_vocabulary()))
         compiled: Future[CompiledGrammar] = Future()
 
@@ -106,3 +106,8 @@ class Grammars:
         self._starter.shutdown(cancel_futures=True)
         if self._starting is not None and not self._starting.cancelled() and self._starting.exception() is None:
             self._starting.result().close()
+
+
+def _may_start_now(failed: Future[GrammarCompiler]) -> bool:
+    """Whether a start has failed for a reason that may have passed."""
+    return failed.done() and not isinstance(failed.exception(), UnsupportedTokenizer | None)

@@ -34,6 +34,8 @@ class LocalPrefill:
         self._model = model
         self._prefill = prefill
         self._coordinator = coordinator
+        self.at_risk: list[Request] = []
+        """Whom an error in `step` costs, as far as they are in state LOCAL_PREFILL."""
         self._jobs: dict[str, LocalJob] = {}
         self._queued: torch.cuda.Event | None = None
         """The end of the last forward pass, on a CUDA device."""
@@ -79,9 +81,11 @@ class LocalPrefill:
         """Queue one chunk, unless the one before is still being computed. Finished prompts are copied to the host."""
         if self._queued is not None and not self._queued.query():  # type: ignore[no-untyped-call]
             return
+        self.at_risk = [job.request for job in self._jobs.values()]
         self._prefill.start_waiting()
         if (step := self._prefill.plan()) is None:
             return
+        self.at_risk = [job.request for job, _ in step.chunks]
         for job, queued in step.compute(self._model).items():
             job.queued.append(queued)
         if self._prefill.pool.kv.is_cuda:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from base.tombstones import Tombstones
+from base.tombstones import REMEMBERED, LatestDict
 from control.messages import Peer
 from control.plane import ControlPlane
 from decode_node.attempt import AttemptState, PrefillAttempt
@@ -65,7 +65,7 @@ class PrefillNodes:
         """All listed nodes by address. Made with each list, since waiting requests ask in every turn of the loop."""
         self._longest_prompts: Mapping[str, int] = {}
         """By boot id, of all lists."""
-        self._retired: Tombstones[str] = Tombstones()
+        self._retired: LatestDict[str, None] = LatestDict(REMEMBERED)
         """Boots that take no more requests."""
 
     @property
@@ -97,7 +97,7 @@ class PrefillNodes:
     def retire(self, *boot_ids: str) -> None:
         """Never ask these processes again, even if a gateway lists them: they are shutting down."""
         for boot_id in boot_ids:
-            self._retired.add(boot_id)
+            self._retired[boot_id] = None
 
     def choose(self, request: Request) -> Peer | None:
         """The node to try next for a request, or None if there is none.
@@ -112,8 +112,8 @@ class PrefillNodes:
         ranked += [*listed.values(), *(node for node in ranking if node.address not in listed)]
         able = [node for node in ranked if longest.get(node.boot_id, prompt_tokens) >= prompt_tokens]
         usable = [node for node in able or ranked if self._is_usable(node)]
-        untried = [node for node in usable if node.boot_id not in request.tried]
-        return next(iter(untried or usable), None)
+        best = [node for node in usable if node.boot_id not in request.failed_nodes]
+        return next(iter(best or usable), None)
 
     def ranks_of(self, node: Peer, request: Request) -> tuple[Peer, ...]:
         """The other processes of a node that was chosen for the request: they will write to its slots, too."""

@@ -138,7 +138,7 @@ class Quarantine:
             asked_after = quarantined.quarantined_at or now
             for writer in quarantined.writers:
                 if writer.may_post and self._nodes.is_dead(writer.peer, asked_after):
-                    self._reservations.writer_died(writer.peer.boot_id, now)
+                    self._reservations.writer_gone(writer.peer.boot_id, now)
 
     # --- for the operator ---
 
@@ -181,7 +181,7 @@ class Quarantine:
                 f"{peer.address} (boot id {boot_id}) was heard {now - heard:.1f} s ago, and {DANGER}; "
                 "stop it first, or force the eviction",
             )
-        self._reservations.evict(boot_id, now)
+        self._reservations.writer_gone(boot_id, now)
         self._reads.evict(boot_id)
         eviction = Eviction(
             boot_id=boot_id,

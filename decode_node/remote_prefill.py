@@ -74,6 +74,7 @@ class RemotePrefill:
         on_landed: Callable[[Request, int], None] = lambda *_: None,
     ) -> None:
         self._attempts = AttemptTable()
+        self._host = host
         self.nodes = PrefillNodes(control, patience)
         self.reads = PrefixReads(control, self._attempts, self.nodes, host, verify)
         self._reservations: ReservationTable[AttemptId, Peer, HostSlots] = ReservationTable(
@@ -93,6 +94,11 @@ class RemotePrefill:
     def is_idle(self) -> bool:
         return not self._attempts and not len(self._reservations)
 
+    @property
+    def lingering_slots(self) -> int:
+        """Slots of requests that have landed and given them up, which are free when a fence has passed."""
+        return sum(map(self._host.num_owned_once, self._reservations.lingering))
+
     # --- attempts begin and end ---
 
     def dispatch(self, request: Request, node: Peer, slots: HostSlots) -> None:
@@ -101,8 +107,6 @@ class RemotePrefill:
         Slots that the request has already hold the positions before them.
         """
         request.epoch += 1
-        request.prefill_attempts += 1
-        request.tried.add(node.boot_id)
         request.move(RequestState.PREFILLING)
         ranks = self.nodes.ranks_of(node, request)
         attempt = PrefillAttempt(
@@ -154,8 +158,8 @@ class RemotePrefill:
         if attempt.prompt_logprobs is not None:
             request.prompt_logprobs = attempt.prompt_logprobs
         attempt.span.note(lambda: spans.landed(done))
-        request.tried.clear()
-        request.prefill_attempts = 0
+        request.failed_nodes.clear()
+        request.prefill_failures = 0
         request.move(RequestState.LANDED)
         self._control.send(attempt.node, Admitted(attempt=attempt.id))
         say = log.info if done.lingering else log.debug
@@ -174,19 +178,20 @@ class RemotePrefill:
     def _lose(self, attempt: PrefillAttempt | None, reason: str, leaving: bool = False) -> None:
         """The node stopped working on an attempt. That fails a live one unless the node had announced everything.
 
-        leaving: the node shuts down and hands its requests back, which counts neither as a failure nor as an attempt.
+        leaving: the node shuts down and hands its requests back, which counts as no failure.
         """
         if attempt is None or not attempt.needs_node:
             return
         if not leaving:
             self._fail(attempt, reason)
             return
-        attempt.request.prefill_attempts -= 1
         log.info("prefill handed back", node=attempt.node.address, reason=reason, **attempt.id.log_fields)
         self._give_back(attempt, reason)
 
     def _fail(self, attempt: PrefillAttempt, reason: str, kind: str = "prefill") -> None:
         """End an attempt that is still wanted. kind: the metrics' word for the reason."""
+        attempt.request.prefill_failures += 1
+        attempt.request.failed_nodes.add(attempt.node.boot_id)
         self._metrics.transfer_failures.labels(kind).inc()
         log.warning("prefill attempt failed", reason=reason, **attempt.id.log_fields)
         self._give_back(attempt, reason)

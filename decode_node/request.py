@@ -86,8 +86,11 @@ class Request:
     """Seconds in each state that it has left."""
     moved_at: float = field(default_factory=time.monotonic)
     epoch: int = 0
-    prefill_attempts: int = 0
-    tried: set[str] = field(default_factory=set)
+    prefill_failures: int = 0
+    """Attempts that have failed since it landed last. One that it gave up itself, or that a leaving node gave back, has
+    not."""
+    failed_nodes: set[str] = field(default_factory=set)
+    """Boot ids of the nodes of these attempts."""
     again_at: float = 0.0
     """When a node that has failed it may be asked again (time.monotonic)."""
     host_slots: HostSlots | None = None

@@ -11,7 +11,7 @@ import structlog
 
 from base.block_hashes import BLOCK_TOKENS
 from base.metrics import Metrics
-from base.tombstones import Tombstones
+from base.tombstones import REMEMBERED, LatestDict
 from base.tracing import NO_TRACER, Tracer
 from control.messages import FinishReason, Generate, Peer, Rejected
 from decode_node import spans
@@ -68,7 +68,7 @@ class Scheduler:
         self._grammars = grammars
         self._tracer = tracer
         self._steps = Stepper(runner, coordinator, metrics, grammars, self._step_failed, ranks)
-        self._ended: Tombstones[str] = Tombstones()
+        self._ended: LatestDict[str, None] = LatestDict(REMEMBERED)
         self._stalled = False
         """Whether the last turn could do nothing for any request that has landed."""
         self._draining = False
@@ -117,11 +117,11 @@ class Scheduler:
         It gives its cached prefix back, and looks for one again then.
         """
         self.slots.release(request)
-        if request.prefill_attempts > self._limits.prefill_retries:
-            self.end(request, "error", f"prefill failed {request.prefill_attempts} times, at last: {reason}")
+        if request.prefill_failures > self._limits.prefill_retries:
+            self.end(request, "error", f"prefill failed {request.prefill_failures} times, at last: {reason}")
         else:
             self._metrics.prefill_retries.inc()
-            pause = RETRY_S * 2 ** max(0, request.prefill_attempts - 1)
+            pause = RETRY_S * 2 ** max(0, request.prefill_failures - 1)
             request.again_at = time.monotonic() + min(pause, LONGEST_RETRY_S)
 
     def give_back_stranded(self, gateway: Peer) -> None:
@@ -189,7 +189,7 @@ class Scheduler:
         node = self._remote.nodes.choose(request)
         if node is None:
             return self._local if self._local is not None and self._local.fits(request.kv_tokens) else None
-        return None if node.boot_id in request.tried and time.monotonic() < request.again_at else node
+        return None if node.boot_id in request.failed_nodes and time.monotonic() < request.again_at else node
 
     def _advance_local_prefill(self) -> None:
         if self._local is None or not self._local.has_work:
@@ -199,8 +199,9 @@ class Scheduler:
         except Exception as error:
             log.exception("local prefill failed")
             self._runner.check_device()
-            for request in self.requests.in_state(RequestState.LOCAL_PREFILL):
-                self.end(request, "error", f"prefill failed: {error}")
+            for request in self._local.at_risk:
+                if request.state is RequestState.LOCAL_PREFILL:
+                    self.end(request, "error", f"prefill failed: {error}")
         landed, broken = self._local.staged()
         for request in landed:
             self.slots.landed(request, 0)
@@ -217,11 +218,15 @@ class Scheduler:
                 continue
             if self._coordinator.num_running >= self._limits.max_running or not self.slots.admit(request):
                 break
-            generate = request.generate
-            self._runner.admit(request.request_id, generate.prompt_ids, request.generated, generate.sampling)
             log.debug("admitted", request_id=request.request_id, kv_tokens=request.kv_tokens, was=request.state.value)
             request.move(RequestState.RUNNING)
-            admitted = True
+            admitted, generate = True, request.generate
+            try:
+                self._runner.admit(request.request_id, generate.prompt_ids, request.generated, generate.sampling)
+            except Exception as error:
+                log.exception("a request cannot be admitted", request_id=request.request_id)
+                self._runner.check_device()
+                self.end(request, "error", f"it cannot be admitted: {error}")
         return admitted
 
     def _take_tokens(self) -> bool:
@@ -301,7 +306,7 @@ class Scheduler:
         spans.end(request, reason, error)
         self._grammars.forget(request)
         del self.requests[request.request_id]
-        self._ended.add(request.request_id)
+        self._ended[request.request_id] = None
         log.info(
             "finished",
             request_id=request.request_id,

@@ -223,10 +223,12 @@ class SlotManager:
         quarantine nobody knows how long they stay there, so if no request can go on meanwhile (`can_wait` is False),
         only those count that have just come there.
         """
-        quarantined = self._remote.quarantine.num_slots if can_wait else self._remote.quarantine.fresh_slots(_FRESH_S)
+        quarantine = self._remote.quarantine
+        coming = self._coordinator.releasing_slots
+        coming += quarantine.num_slots + self._remote.lingering_slots if can_wait else quarantine.fresh_slots(_FRESH_S)
         # All but waiting requests hold host slots.
         _, *others = (request for request in self._requests.values() if request.state is not RequestState.WAITING)
-        if not others or quarantined + self._coordinator.releasing_slots >= short:
+        if not others or coming >= short:
             return False
         self._drop(others[-1])
         return True

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from base.block_hashes import BLOCK_TOKENS
 from transfer.planner import expand_extents, plan_runs
 
 BlockValues = npt.NDArray[np.int32]
@@ -59,10 +58,6 @@ class HeldBlocks:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self) * BLOCK_TOKENS
-
 
 @dataclass(frozen=True)
 class HostSlots:
@@ -77,6 +72,10 @@ class HostSlots:
 
     def __len__(self) -> int:
         return sum(extent.length for extent in self.extents)
+
+    @property
+    def held_blocks(self) -> int:
+        return 0 if self.held is None else len(self.held)
 
     def slots(self) -> npt.NDArray[np.int64]:
         """The slots in position order, int64 [len(self)]."""
@@ -172,6 +171,10 @@ class SlotAllocator:
             edges = np.flatnonzero(dropped[1:] != dropped[:-1])
             for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
                 self._give(Extent(extent.start + begin, end - begin))
+
+    def num_owned_once(self, extents: Iterable[Extent]) -> int:
+        """How many of these slots have one reference."""
+        return sum(int(np.count_nonzero(self._held(extent) == 1)) for extent in extents)
 
     def check_held(self, slots: npt.NDArray[np.integer]) -> None:
         """Raise SlotAccountingError if one of these slots [n] is free."""

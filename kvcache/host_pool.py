@@ -92,6 +92,10 @@ class HostKVPool:
         more = allocate_slots(self._slots, self.prefixes, num_tokens)
         return None if more is None else slots.extend(more)
 
+    def num_owned_once(self, slots: HostSlots) -> int:
+        """How many of these slots have one owner."""
+        return self._slots.num_owned_once(slots.extents)
+
     def get_contiguous_buf_infos(self) -> BufferInfo:
         """The buffers of the layout; an item is one token in one of them."""
         return buffer_info([*self.kv, *self.index_keys])

@@ -100,8 +100,7 @@ class PageCache:
 
         Blocks that another prompt brought first keep their pages; the lease keeps its own pages of these.
         """
-        held = lease.slots.held
-        if self.prefixes is not None and computed // BLOCK_TOKENS > (0 if held is None else len(held)):
+        if self.prefixes is not None:
             lease.slots = self.prefixes.insert(lease.tokens[:computed], lease.slots, lease.salt)
 
     def give_back(self, lease: PageLease) -> None:

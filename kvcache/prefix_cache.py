@@ -52,10 +52,11 @@ class PrefixCache:
     def insert(self, tokens: PromptIds, slots: HostSlots, salt: str = "") -> HostSlots:
         """Cache the whole blocks that `tokens`, ids [n], begins with. Returns the caller's slots, which hold them now.
 
-        slots: in the order of the tokens. Blocks that are cached already keep the slots that they have.
+        slots: in the order of the tokens. Blocks that are cached already keep the slots that they have. What the slots
+        hold beyond `tokens` they go on holding.
         """
         blocks = len(tokens) // BLOCK_TOKENS
-        if not blocks:
+        if blocks <= slots.held_blocks:
             return slots
         values = slots.slots()[: blocks * self._block_slots].reshape(blocks, self._block_slots)
         held, present = self.blocks.insert(tokens, values, salt)

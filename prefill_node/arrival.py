@@ -46,7 +46,7 @@ class PrefixArrival:
         with self._changed:
             self._layers = min(layers, self.num_layers - 1)
             self._changed.notify_all()
-        if self._report is not None:
+        if self._report is not None and self._layers:
             self._report(LayersRead(self._work, self._layers, self._began_at, time.monotonic()))
 
     def end(self, report: Callable[[bool], None] = lambda _: None) -> None:

@@ -1,7 +1,7 @@
 """What computing and fetching take, learned from what they took."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -28,21 +28,16 @@ class LinearCost:
     """
 
     def __init__(
-        self,
-        sizes: Sequence[float],
-        ridge: Sequence[float],
-        prior: Sequence[tuple[Sequence[float], float]] = (),
-        now: Callable[[], float] = time.monotonic,
+        self, sizes: Sequence[float], ridge: Sequence[float], prior: Sequence[tuple[Sequence[float], float]] = ()
     ) -> None:
         """sizes: what each feature adds to the size of an observation. ridge: of each feature, relative to its own
         weight. prior: observations whose weight never decays, and is a hundredth of others'."""
         self._sizes = np.array(sizes)
         self._ridge = np.array(ridge)
-        self._now = now
         size = len(ridge)
         self._prior = np.zeros((size, size)), np.zeros(size)
         self._seen = np.zeros((size, size)), np.zeros(size)
-        self._seen_at = now()
+        self._seen_at = time.monotonic()
         for features, seconds in prior:
             row, target = self._row(features, seconds)
             self._prior[0][:] += _PRIOR * np.outer(row, row)
@@ -51,13 +46,13 @@ class LinearCost:
     def observe(self, features: Sequence[float], seconds: float) -> None:
         """Learn that something with these features took `seconds`."""
         row, target = self._row(features, seconds)
-        products, sums = self._decayed(self._now())
+        products, sums = self._decayed()
         self._seen = _FORGETS * products + np.outer(row, row), _FORGETS * sums + target * row
-        self._seen_at = self._now()
+        self._seen_at = time.monotonic()
 
     def estimate(self, features: Sequence[float]) -> float | None:
         """Seconds that something with these features would take; None if nothing is known."""
-        products, sums = self._decayed(self._now())
+        products, sums = self._decayed()
         products, sums = products + self._prior[0], sums + self._prior[1]
         if not products.any():
             return None
@@ -76,8 +71,8 @@ class LinearCost:
         size = float(values @ self._sizes)
         return values / size, seconds / size
 
-    def _decayed(self, now: float) -> tuple[Floats, Floats]:
-        factor = 0.5 ** ((now - self._seen_at) / _HALF_LIFE_S)
+    def _decayed(self) -> tuple[Floats, Floats]:
+        factor = 0.5 ** ((time.monotonic() - self._seen_at) / _HALF_LIFE_S)
         return factor * self._seen[0], factor * self._seen[1]
 
 
@@ -105,9 +100,8 @@ class ComputeCost:
 class FetchCosts:
     """Seconds of fetches from each decode node, from the request to verified bytes."""
 
-    def __init__(self, limit: int = 256) -> None:
-        """limit: decode nodes that are remembered, the last ones."""
-        self._models: LatestDict[str, LinearCost] = LatestDict(limit)
+    def __init__(self) -> None:
+        self._models: LatestDict[str, LinearCost] = LatestDict(256)
 
     def observe(self, boot_id: str, transport: Transport, num_bytes: int, seconds: float) -> None:
         """transport: how that decode node is reached, as far as is known."""

@@ -10,7 +10,7 @@ import structlog
 
 from base.device import DeviceFailed
 from base.phase import Phase
-from base.tombstones import LatestDict
+from base.tombstones import REMEMBERED, LatestDict
 from control import messages
 from control.messages import AttemptId, FetchGrant, FetchRefused, Message, Peer, PrefillFailed, PrefillRequest, Quiesced
 from prefill_node.attempt import HeldAttempt, Update
@@ -22,7 +22,6 @@ from service.shell import NodeShell
 
 log = structlog.get_logger(__name__)
 
-_FINISHED_LIMIT = 65536
 _IDLE_WAIT_S = 0.2
 _FAREWELL_S = 2.5
 """How long an idle node still refuses requests before it ends: decode nodes hear with their next heartbeat that it
@@ -43,7 +42,7 @@ class PrefillEndpoint:
         self._control = shell.control
         self._planner = planner
         self._held = planner.held
-        self._finished: LatestDict[AttemptId, bool] = LatestDict(_FINISHED_LIMIT)
+        self._finished: LatestDict[AttemptId, bool] = LatestDict(REMEMBERED)
         """Attempts of which nothing is in flight, so that a delayed duplicate gets the same answer, and whether their
         writes may linger in the network. Every answer repeats that, since each may be lost."""
         self._decode_nodes = DecodeNodes(shell.control)

@@ -17,7 +17,7 @@ from prefill_node.attempt import HeldAttempt, HeldState, Update
 from prefill_node.config import FetchPolicy
 from prefill_node.dispatch import Dispatch, Transfer
 from prefill_node.offer import Destinations, Offer
-from prefill_node.orders import End, LayersRead, Order, Report, StepEnded, TransferReport
+from prefill_node.orders import LayersRead, Order, Report, StepEnded, TransferReport
 from prefill_node.prefixes import PrefixFetches
 from prefill_node.steps import PrefillSteps
 from prefill_node.telemetry import record_computed, record_sent, set_gauges
@@ -71,11 +71,6 @@ class PrefillPlanner:
         self._steps = PrefillSteps(prefill, self._dispatch, self._fetches, metrics)
 
     # --- for the endpoint ---
-
-    @property
-    def queued_tokens(self) -> int:
-        """Tokens of held attempts that are not computed yet."""
-        return self._prefill.queued_tokens
 
     def rejection_reason(self, decode: Peer, request: PrefillRequest) -> str | None:
         """Why the node cannot serve a request, naming both values, or None."""
@@ -166,10 +161,6 @@ class PrefillPlanner:
     def keep_connected(self, decode_nodes: set[Peer]) -> None:
         """Close the connections to other decode nodes, once nothing waits to be sent there."""
         self._dispatch.serve(decode_nodes)
-
-    def leave(self) -> None:
-        """The node ends in peace: nothing is in flight."""
-        self._executor.leave(End())
 
     def refresh_metrics(self) -> None:
         """Bring the gauges up to date for a scrape. Any thread may call it."""

@@ -19,7 +19,7 @@ from prefill_node.attempt import HeldAttempt
 from prefill_node.config import PrefillConfig
 from prefill_node.endpoint import PrefillEndpoint
 from prefill_node.offer import Offer
-from prefill_node.orders import OF_FIRST
+from prefill_node.orders import OF_FIRST, End
 from prefill_node.planner import PrefillPlanner
 from prefill_node.pool import fit_pages, plan_pages
 from prefill_node.worker import PrefillWorker, RankLoop
@@ -92,7 +92,7 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
             heartbeat=lambda via: Heartbeat(
                 via=via,
                 ready=not planner.has_failed,
-                queued_tokens=planner.queued_tokens,
+                queued_tokens=prefill.queued_tokens,
                 running_requests=len(planner.held),
                 kv_usage=prefill.kv_usage,
                 totals=NodeTotals(transferred_bytes=planner.sent_bytes),
@@ -101,7 +101,7 @@ def run_prefill_node(config: PrefillConfig, place: RankPlace | None = None) -> N
         shell.start(membership, planner.refresh_metrics, cached=cache.blocks)
         shell.announce(transports, spec.model_type, spec.fingerprint)
         PrefillEndpoint(shell, planner, ranks).run()
-        planner.leave()
+        executor.leave(End())
 
 
 def _is_caching(config: PrefillConfig) -> bool:

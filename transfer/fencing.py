@@ -5,8 +5,8 @@ resource is named to another node until all has landed, or until the owner gives
 nothing can write to it:
 
 - each writer says that it is quiet (`quiesced`), which releases the resource at once; or
-- it says that it posts nothing more but that bytes may linger (`quiesced` with `lingering`), is proved dead
-  (`writer_died`), or is gone by an operator's word (`evict`). Then a grace passes, and then a fence.
+- it says that it posts nothing more but that bytes may linger (`quiesced` with `lingering`), is proved dead, or is gone
+  by an operator's word (`writer_gone`). Then a grace passes, and then a fence.
 
 Silence proves nothing. A node of several processes is as many writers. The node speaks for all of them. The death of a
 process counts for that process alone.
@@ -137,6 +137,10 @@ class ReservationTable(Generic[KeyT, ProcessT, ResourceT]):
         return [r for r in self if r.state is ReservationState.QUARANTINED]
 
     @property
+    def lingering(self) -> list[ResourceT]:
+        return [r.resource for r in self if r.state is ReservationState.LINGERING]
+
+    @property
     def quarantined_slots(self) -> int:
         return sum(r.num_slots for r in self.quarantined)
 
@@ -200,25 +204,14 @@ class ReservationTable(Generic[KeyT, ProcessT, ResourceT]):
             self._release(reservation.resource)
         return bool(spoken_for) and not reservation.may_be_posted_to
 
-    def writer_died(self, boot_id: str, now: float) -> list[KeyT]:
-        """That process is proved dead. Returns the keys of WRITABLE reservations that it might have posted to."""
-        lost = []
-        for reservation in self:
-            for writer in reservation.writers_of(boot_id):
-                if writer.may_post and reservation.state is ReservationState.WRITABLE:
-                    lost.append(reservation.key)
-                writer.end(now)
-        return lost
-
-    def evict(self, boot_id: str, now: float) -> list[KeyT]:
-        """An operator states that this process is gone for good. Returns its quarantined keys.
+    def writer_gone(self, boot_id: str, now: float) -> None:
+        """That process is proved dead, or gone for good by an operator's word. That counts for what is quarantined.
 
         A grace that has begun goes on. If the process writes after the fence, it corrupts the next owner's data.
         """
-        evicted = [(r, writer) for r in self.quarantined for writer in r.writers_of(boot_id)]
-        for _, writer in evicted:
-            writer.end(now)
-        return [reservation.key for reservation, _ in evicted]
+        for reservation in self.quarantined:
+            for writer in reservation.writers_of(boot_id):
+                writer.end(now)
 
     def release_expired(self, now: float) -> list[KeyT]:
         """Release what nothing can write to any more. Returns the keys. Call it repeatedly."""

@@ -23,7 +23,7 @@ def play_cache(prompts: Sequence[TracedPrompt], capacity: int) -> int:
     for prompt in prompts:
         tokens = prompt.tokens()[: capacity * BLOCK_TOKENS]
         found = cache.hold(tokens)
-        hit_tokens += found.num_tokens
+        hit_tokens += len(found) * BLOCK_TOKENS
         missing = len(tokens) // BLOCK_TOKENS - len(found)
         free = np.concatenate([free, cache.evict(missing - len(free))[:, 0]])
         taken, free = free[:missing], free[missing:]

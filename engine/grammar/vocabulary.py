@@ -59,7 +59,7 @@ class Vocabulary:
             content: dict[str, Any] = json.loads(path.read_bytes())
             config = directory / "tokenizer_config.json"
             named = json.loads(config.read_bytes()).get("added_tokens_decoder", {}) if config.is_file() else {}
-        except (OSError, ValueError) as error:
+        except (FileNotFoundError, PermissionError, ValueError) as error:
             raise UnsupportedTokenizer(f"cannot read the tokenizer of {directory}: {error}") from error
         has = {token["id"] for token in content.get("added_tokens", [])}
         content["added_tokens"] = content.get("added_tokens", []) + [

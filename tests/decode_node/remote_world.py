@@ -163,9 +163,11 @@ class RemoteWorld:
         )
         return self.outcomes(lambda: self.remote.take(node, message))
 
-    def chunk(self, number: int, epoch: int = 1, node: Peer = FIRST) -> list[Landed | Lost]:
+    def chunk(
+        self, number: int, epoch: int = 1, node: Peer = FIRST, checksums: Checksums = CHUNK_CHECKSUMS
+    ) -> list[Landed | Lost]:
         """A chunk has landed. Whether that was answered, `taken` tells."""
-        message = ChunkDone(attempt=R._replace(epoch=epoch), number=number, checksums=CHUNK_CHECKSUMS)
+        message = ChunkDone(attempt=R._replace(epoch=epoch), number=number, checksums=checksums)
         return self.outcomes(lambda: self.remote.take(node, message))
 
     def taken(self) -> list[int]:

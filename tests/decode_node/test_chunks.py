@@ -6,12 +6,14 @@ from collections.abc import Callable
 import pytest
 
 from control.messages import Abort, Admitted, Holding, NotHeld, PrefillAccepted, PrefillFailed, Quiesced
+from decode_node.attempt import AttemptState
 from decode_node.prefill_nodes import SILENCE_S
 from decode_node.request import RequestState
 from tests.decode_node.remote_world import (
     CHECKSUMS,
     CHUNK_CHECKSUMS,
     FIRST,
+    NO_CHECKSUMS,
     PATIENCE_S,
     SECOND,
     SLOTS,
@@ -150,8 +152,11 @@ def test_a_lost_chunk_is_waited_for_and_not_for_ever(h: RemoteWorld, is_repeated
 @pytest.mark.parametrize(
     ("mistake", "reason"),
     [
+        (lambda h: h.chunk(2), "chunk 2 landed, of 2 that there can be"),
         (lambda h: h.chunk(1) + h.done(chunks=1), "chunk 1 landed, of 1 that there can be"),
+        (lambda h: h.done(chunks=1) + h.chunk(1), "chunk 1 landed, of 1 that there can be"),
         (lambda h: h.done(num_tokens=2), "prefill covered 2 tokens, not 3"),
+        (lambda h: h.done(chunks=3), "3 chunks before the last one, in 3 tokens"),
         (lambda h: h.chunk(0) + h.verified(error="no memory"), "checksums could not be verified: no memory"),
     ],
 )
@@ -162,6 +167,27 @@ def test_a_node_that_contradicts_itself_is_not_served(
     assert mistake(h) == [Lost(h.request, reason)]
     assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
     assert h.failures("verification") == ("verified" in reason)
+
+
+def test_a_chunk_without_checksums_is_not_verified(h: RemoteWorld) -> None:
+    h.dispatch()
+    assert h.done(chunks=1) == []
+    assert h.chunk(0, checksums=NO_CHECKSUMS) == [Landed(h.request)]
+
+
+def test_an_attempt_ends_once_and_nothing_is_verified_that_was_never_taken(h: RemoteWorld) -> None:
+    h.dispatch()
+    h.chunk(0)
+    [waiting] = h.verifier.waiting
+    for chunk in (None, 1):
+        with pytest.raises(RuntimeError, match="was verified and never taken"):
+            waiting.attempt.verified(chunk)
+    h.verified()
+    h.done(chunks=1)
+    assert waiting.attempt.num_checksums == len(CHUNK_CHECKSUMS)
+    for state in AttemptState:
+        with pytest.raises(RuntimeError, match=f"is landed and cannot become {state.value}"):
+            waiting.attempt.move(state, 0.0)
 
 
 @pytest.mark.parametrize("end", ["silent", "restarted", "not held", "failed", "leaving"])

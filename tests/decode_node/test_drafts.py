@@ -34,6 +34,19 @@ def violations(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert all(world.coordinator.counters().violations == 0 for world in worlds)
 
 
+def without_and_with(drafts: int, ask: Callable[[World], object], scale: float, guesses: str = "right") -> World:
+    """A node that drafts. Without drafts its requests get the same answers and ends."""
+    found = []
+    for max_drafts in (0, drafts):
+        h = World(max_drafts=max_drafts, model=CountingModel(GUESSES[guesses]))
+        h.model.scale = scale
+        ask(h)
+        h.run()
+        found.append((h.answers, h.ended))
+    assert found[0] == found[1]
+    return h
+
+
 @pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize("guesses", GUESSES)
 def test_tokens_do_not_depend_on_drafts(guesses: str, drafts: int) -> None:
@@ -58,15 +71,8 @@ def test_right_drafts_save_steps(drafts: int) -> None:
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_drafts_are_drawn_with_the_random_numbers_of_their_tokens(drafts: int) -> None:
     """Where a draft's distribution is the model's, the draft is right, however flat that is."""
-    answers = []
-    for max_drafts in (0, drafts):
-        h = World(max_drafts=max_drafts)
-        h.model.scale = 0.0
-        h.ask("r", tokens=25, sampling=Sampling(seed=5))
-        h.run()
-        answers.append(h.answers["r"])
-    assert answers[0] == answers[1]
-    assert len(set(answers[0])) > 10
+    h = without_and_with(drafts, lambda h: h.ask("r", tokens=25, sampling=Sampling(seed=5)), scale=0.0)
+    assert len(set(h.answers["r"])) > 10
     assert len(h.model.batches) <= 2 + -(-24 // (1 + drafts))
 
 
@@ -125,28 +131,22 @@ def test_a_request_resumes_without_the_drafts_that_it_had(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_penalties_bans_and_log_probabilities_see_accepted_drafts(drafts: int) -> None:
     sampling = Sampling(temperature=0, top_logprobs=2, frequency_penalty=0.5, bad_words=((7, 8),), min_tokens=3)
-    found = []
-    for max_drafts in (0, drafts):
-        h = World(max_drafts=max_drafts, model=CountingModel(GUESSES["mixed"]))
-        h.model.scale = 0.6
-        h.ask("r", prompt=(1, 2, 3), tokens=30, sampling=sampling, stop_token_ids=(5,))
-        h.run()
-        found.append((h.answers["r"], h.ended["r"]))
-    assert found[0] == found[1]
+    without_and_with(
+        drafts,
+        lambda h: h.ask("r", prompt=(1, 2, 3), tokens=30, sampling=sampling, stop_token_ids=(5,)),
+        scale=0.6,
+        guesses="mixed",
+    )
 
 
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_sampled_tokens_do_not_depend_on_drafts(drafts: int) -> None:
-    found = []
-    for max_drafts in (0, drafts):
-        h = World(max_drafts=max_drafts)
-        h.model.scale = 7.0
+    def ask(h: World) -> None:
         for number in range(4):
             sampling = Sampling(temperature=1.0, seed=number, top_p=0.9 if number % 2 else 1.0)
             h.ask(f"r{number}", tokens=40, sampling=sampling)
-        h.run()
-        found.append((h.answers, h.ended))
-    assert found[0] == found[1]
+
+    without_and_with(drafts, ask, scale=7.0)
 
 
 def test_logits_that_are_not_finite_after_accepted_drafts_end_their_request_alone() -> None:
@@ -162,14 +162,10 @@ def test_logits_that_are_not_finite_after_accepted_drafts_end_their_request_alon
 
 def test_a_request_that_has_ended_disturbs_no_other_that_is_sampled_with_it() -> None:
     """It is padding in the step that was launched before its end was known."""
-    found = []
-    for max_drafts in (0, 2):
-        h = World(max_drafts=max_drafts, max_running=8)
-        h.model.scale = 7.0
+
+    def ask(h: World) -> None:
         sampling = Sampling(temperature=1.0, seed=3, top_p=0.9, top_k=50, min_p=0.01)
         for number, tokens in enumerate((3, 30)):
             h.ask(f"r{number}", tokens=tokens, sampling=sampling)
-        h.run()
-        found.append((h.answers, h.ended))
-    assert found[0] == found[1]
-    assert set(found[0][1].values()) == {"length"}
+
+    assert set(without_and_with(2, ask, scale=7.0).ended.values()) == {"length"}

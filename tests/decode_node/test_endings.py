@@ -2,14 +2,18 @@
 
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from base.device import DeviceFailed
 from control.messages import AttemptId, Quiesced, Sampling
+from decode_node.local_prefill import LocalPrefill
 from decode_node.request import RequestState
-from tests.decode_node.world import GATEWAY, HOT, PREFILL, World, counted
+from engine.chunked import ChunkedPrefill
+from kvcache.paged_pool import PagedKVPool
+from tests.decode_node.world import GATEWAY, HOT, LAYOUT, PREFILL, World, counted
 from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S
 
 
@@ -147,6 +151,41 @@ def test_a_prompt_that_cannot_be_copied_to_the_host_ends_its_request_alone() -> 
     h.scheduler._local = h.scheduler.slots._local = local  # type: ignore[assignment]
     h.run()
     assert h.ended == {"staged": "error", "other": "length"}
+
+
+def test_a_row_that_cannot_be_set_up_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first request that changes logits makes tables, for which there may be no room."""
+
+    def no_room(*_: object) -> None:
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr("engine.adjustments._Tables.new", no_room)
+    h = World()
+    h.ask("other", tokens=8)
+    h.ask("adjusts", sampling=Sampling(temperature=0, frequency_penalty=1.0))
+    h.run()
+    assert h.ended == {"other": "length", "adjusts": "error"}
+    assert h.errors["adjusts"] == "it cannot be admitted: out of memory"
+    assert h.answers == {"other": counted((3,), 8), "adjusts": []}
+
+
+def test_a_chunk_that_cannot_be_computed_here_ends_its_request_alone() -> None:
+    """The others wait for their turn."""
+    h, errors = World(), [MemoryError("out of memory")]
+
+    def prefill(*_: object) -> None:
+        if errors:
+            raise errors.pop()
+
+    pool = PagedKVPool(LAYOUT, num_pages=32, page_size=4, device=h.model.device)
+    model: Any = SimpleNamespace(prefill=prefill)
+    h.scheduler._local = h.scheduler.slots._local = LocalPrefill(model, ChunkedPrefill(pool, 8), h.coordinator)
+    h.remote.nodes.learn(GATEWAY.address, (), {})
+    h.ask("large", prompt=(1,) * 30)
+    h.ask("other", prompt=(1, 2, 3))
+    h.run()
+    assert h.ended == {"large": "error", "other": "length"}
+    assert h.errors["large"] == "prefill failed: out of memory"
 
 
 def test_a_lost_device_ends_the_node(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def test_one_request_that_fails_again_and_again_says_little_of_the_node(node: No
     request, asked = node.ask()
     for _ in range(2 * FAILURES):
         node.fail(request, asked)
-        request.tried.clear()
+        request.failed_nodes.clear()
         assert request.state is RequestState.WAITING
         request, asked = node.ask(request)
         assert asked == BROKEN

@@ -1,10 +1,13 @@
 """Who gives way when slots run out, and how it comes back."""
 
+import time
+
 import pytest
 
-from control.messages import Sampling
+from control.messages import PrefillFailed, Sampling
 from decode_node.request import RequestState
-from tests.decode_node.world import GATEWAY, HOT, World, counted
+from tests.decode_node.world import GATEWAY, HOT, PREFILL, World, counted
+from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S
 
 
 def test_of_two_priorities_the_higher_gives_its_device_slots_up() -> None:
@@ -71,9 +74,28 @@ def test_a_younger_prefill_gives_way_to_an_older_request() -> None:
     assert h.metrics.retractions.labels("host")._value.get() >= 1
 
 
-def test_requests_that_grow_at_the_same_time_lose_no_more_than_they_need() -> None:
-    """Three equal ones fill the pool and lack 64 slots each: one gives 128 up, which are enough for the others."""
-    h = World(host_slots=384)
+def test_a_prefill_that_gave_way_was_no_failed_one() -> None:
+    h = World(slow={"b"}, retries=1)
+    h.ask("a", prompt=(1,) * 565, tokens=300)
+    h.ask("b", prompt=(2,) * 371, tokens=5)
+    request = h.scheduler.requests["b"]
+    while not request.retractions:
+        h.turn()
+    while request.state is not RequestState.PREFILLING:
+        h.turn()
+    h.remote.take(PREFILL, PrefillFailed(attempt=request.attempt("decode"), reason="out of memory"))
+    assert request.state is RequestState.WAITING, "the first of two attempts has failed"
+    request.again_at = 0.0
+    h.slow.clear()
+    h.run()
+    assert h.answers["b"] == counted((2,), 5)
+
+
+@pytest.mark.parametrize("lingering", [False, True])
+def test_requests_that_grow_at_the_same_time_lose_no_more_than_they_need(lingering: bool) -> None:
+    """Three equal ones fill the pool and lack 64 slots each: one gives 128 up, which are enough for the others. If
+    writes to 64 of them may linger, one of the others waits for these."""
+    h = World(host_slots=384, lingering=lingering)
     for name in "abc":
         h.ask(name, prompt=(1,) * 65, tokens=100)
     while not h.metrics.retractions.labels("host")._value.get():
@@ -82,6 +104,8 @@ def test_requests_that_grow_at_the_same_time_lose_no_more_than_they_need() -> No
     for _ in range(5):
         h.turn()
     assert h.metrics.retractions.labels("host")._value.get() == 1
+    h.lingering = False
+    h.remote.tick(time.monotonic() + DRAIN_GRACE_S + LANDED_CAN_WAIT_S)
     h.run()
     assert h.answers == {name: counted((1,), 100) for name in "abc"}
 

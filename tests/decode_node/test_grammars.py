@@ -109,6 +109,25 @@ def test_without_a_tokenizer_a_grammar_is_refused() -> None:
     h.grammars.close()
 
 
+def test_a_vocabulary_that_could_not_be_read_once_is_read_again() -> None:
+    failures = [OSError("too many open files")]
+
+    def read() -> Vocabulary:
+        if failures:
+            raise failures.pop()
+        return bytes_vocabulary()
+
+    h = World(vocabulary=read)
+    h.ask("too early", prompt=(1, 5), tokens=20, grammar=WORDS)
+    h.run()
+    h.grammar_done.clear()
+    h.ask("later", prompt=(1, 5), tokens=20, grammar=WORDS)
+    h.run()
+    h.grammars.close()
+    assert h.ended == {"too early": "abort", "later": "stop"}
+    assert "too many open files" in str(h.errors["too early"])
+
+
 def test_who_waits_for_a_grammar_is_overtaken() -> None:
     may_go_on = threading.Event()
 

@@ -39,6 +39,7 @@ from decode_node.request import RequestState
 from decode_node.verifier import Verifier
 from service.lifecycle import Lifecycle
 from service.shell import NodeShell
+from tests.decode_node.remote_world import FIRST, SECOND, R
 from tests.decode_node.world import GATEWAY, HOT, World
 from tests.e2e.cluster import wait_until
 from tests.prefill_node.fakes import FakeControl
@@ -46,9 +47,6 @@ from tests.transfer.world import slot_digest
 from transfer.memory import Checksum, Checksums
 from transfer.planner import expand_extents
 
-FIRST = Peer(role="prefill", address="127.0.0.1:2", boot_id="first")
-SECOND = Peer(role="prefill", address="127.0.0.1:3", boot_id="second")
-R = AttemptId("decode", "r", 1)
 NOT_BEGUN = AttemptId("decode", "not begun", 1)
 GENERATE = Generate(
     request_id="r",

@@ -17,7 +17,7 @@ def test_a_node_that_leaves_hands_a_request_back_without_a_fault(h: RemoteWorld)
         [lost] = h.take(node, PrefillFailed(attempt=R._replace(epoch=h.request.epoch), reason="draining", leaving=True))
         assert lost == Lost(h.request, "draining")
     assert h.freed == [SLOTS, SLOTS]
-    assert h.request.prefill_attempts == 0
+    assert h.request.prefill_failures == 0
     assert h.failures("prefill") == 0
     assert h.remote.nodes.choose(h.request) is None, "neither takes another request"
 

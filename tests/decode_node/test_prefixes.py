@@ -53,6 +53,19 @@ def test_a_conversation_finds_its_answers_too() -> None:
     h.run()
 
 
+def test_a_resumed_choice_keeps_the_cached_answer_that_it_uses() -> None:
+    """Of a group only the prompt is cached, but what was cached of an answer before is held like the prompt."""
+    h, text = Caching(host_slots=512), prompt(70)
+    h.serve("whole", prompt=text, tokens=140)
+    h.answers["choice"] = h.answers["whole"][:125]
+    h.ask("choice", prompt=text, tokens=200, group="g", generated=tuple(h.answers["choice"]))
+    for number in range(5):
+        h.ask(f"other-{number}", prompt=prompt(129, seed=3 + number), tokens=2)
+    h.run()
+    assert h.answers["choice"] == counted(text, 200)
+    assert h.sent("choice") == [(192, 2)]
+
+
 def test_salts_share_nothing() -> None:
     h = Caching()
     for name, salt in (("a", ""), ("b", "tenant"), ("c", "tenant"), ("d", "")):

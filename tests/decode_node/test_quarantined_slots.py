@@ -13,14 +13,17 @@ from tests.decode_node.world import GATEWAY
 from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S
 
 
-def test_an_abort_is_repeated_until_quiesced_and_frees_then(h: RemoteWorld) -> None:
+@pytest.mark.parametrize("is_done", [False, True])
+def test_an_abort_is_repeated_until_nothing_is_in_flight_and_frees_then(h: RemoteWorld, is_done: bool) -> None:
     """sglang PRs 24580, 31357: pages freed on abort while the prefill node was still writing."""
     h.dispatch()
     h.remote.abandon(h.request)
     assert h.control.repeated["abort", R] == (FIRST, Abort(attempt=R))
     assert h.remote.quarantine.num_slots == 3
-    h.take(FIRST, Quiesced(attempt=R))
+    assert h.freed == []
+    assert (h.done() if is_done else h.take(FIRST, Quiesced(attempt=R))) == []
     assert h.freed == [SLOTS]
+    assert h.control.take(Admitted) == ([Admitted(attempt=R)] if is_done else [])
     assert not h.control.repeated
 
 
@@ -76,7 +79,7 @@ def test_a_silent_node_is_used_again_as_soon_as_it_answers(h: RemoteWorld) -> No
     h.dispatch()
     h.clock.now += SILENCE_S + 1
     h.tick(h.clock.now)
-    h.request.tried.clear()
+    h.request.failed_nodes.clear()
     h.control.heard["first"] = h.clock.now + 1
     assert h.remote.nodes.choose(h.request) == SECOND, "what it said may be old"
     h.clock.now += 1000

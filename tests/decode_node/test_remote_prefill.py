@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from control.messages import (
-    Admitted,
     ChunkDone,
     Holding,
     PrefillAccepted,
@@ -20,7 +19,6 @@ from tests.decode_node.remote_world import (
     NO_CHECKSUMS,
     PATIENCE_S,
     SECOND,
-    SLOTS,
     Landed,
     Lost,
     R,
@@ -94,23 +92,13 @@ def test_log_probabilities_that_cannot_be_cost_the_attempt(
     assert reason in lost.reason
 
 
-def test_done_of_an_abandoned_attempt_ends_the_quarantine(h: RemoteWorld) -> None:
-    h.dispatch()
-    h.remote.abandon(h.request)
-    assert h.freed == []
-    assert h.done() == []
-    assert h.freed == [SLOTS]
-    assert h.control.take(Admitted) == [Admitted(attempt=R)]
-    assert not h.control.repeated
-
-
 def test_a_request_that_is_never_accepted_is_given_up(h: RemoteWorld) -> None:
     """Dropped as malformed, say. The node is asked for others as soon as it answers anything."""
     h.dispatch()
     assert h.wait(PATIENCE_S - 1) == []
     assert h.wait(2) == [Lost(h.request, "prefill node 127.0.0.1:2 has not accepted it for 60 s")]
     assert ("prefill", R) not in h.control.repeated
-    h.request.tried.clear()
+    h.request.failed_nodes.clear()
     assert h.remote.nodes.choose(h.request) == SECOND
     h.take(FIRST, Progress(current_pass=4))
     assert h.remote.nodes.choose(h.request) == FIRST
@@ -127,7 +115,7 @@ def test_a_node_that_hangs_in_a_forward_pass_is_avoided_until_it_goes_on(h: Remo
         h.progress(current_pass=7)
     assert h.wait(1) == [Lost(h.request, "prefill node 127.0.0.1:2 has made no progress for 60 s")]
     assert h.remote.quarantine.num_slots == 3
-    h.request.tried.clear()
+    h.request.failed_nodes.clear()
     assert h.remote.nodes.choose(h.request) == SECOND
     h.control.sent.clear()
     h.wait(1)

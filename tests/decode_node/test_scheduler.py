@@ -127,7 +127,7 @@ def test_a_node_that_failed_a_request_is_not_asked_again_at_once() -> None:
 
     fail(PREFILL)
     assert request.state is RequestState.PREFILLING, "the other node at once"
-    assert request.tried == {"prefill", "other"}
+    assert request.failed_nodes == {"prefill"}
     first = fail(other)
     assert request.state is RequestState.WAITING
     h.ask("later")

@@ -152,9 +152,8 @@ class _Walk:
 
     def forget_evicted(self) -> None:
         """Which blocks a prompt displaced, `tests/kvcache/test_block_cache.py` holds; here, that none is in use."""
-        held = [(prompt, prompt.lease.slots.held) for prompt in self.prompts]
-        ends = [(prompt, end) for prompt, blocks in held if blocks for end in range(64, blocks.num_tokens + 1, 64)]
-        in_use = {prompt.name(end) for prompt, end in ends}
+        held = [(prompt, prompt.lease.slots.held_blocks) for prompt in self.prompts]
+        in_use = {prompt.name(64 * end) for prompt, blocks in held for end in range(1, blocks + 1)}
         for name, tokens in list(self.cached.items()):
             if self.cache.find(tokens, name[0]) < len(tokens):
                 assert name not in in_use

@@ -213,6 +213,15 @@ def test_what_was_given_up_stays_given_up() -> None:
         assert not coming.wait(0, 1000)
 
 
+def test_no_layer_of_a_model_with_one_is_ready_before_the_end() -> None:
+    reported: list[LayersRead] = []
+    coming = PrefixArrival((0, 0), report=reported.append)
+    coming.begin()
+    coming.set_layers_ready(1)
+    assert not reported, "how fast layers come cannot be told"
+    assert ended_in_time(coming)
+
+
 def test_a_prefix_is_in_time_if_all_is_expected_before_the_last_layer() -> None:
     one_of_four = LayersRead(work=1, layers=1, began_at=0.0, at=2.0)
     # Three more take 6 s; the last one is needed after three quarters of the pass.

@@ -8,7 +8,7 @@ from prefill_node.costs import ComputeCost, FetchCosts
 
 
 def test_another_decode_node_has_estimates_of_its_own() -> None:
-    costs = FetchCosts(limit=2)
+    costs = FetchCosts()
     for _ in range(10):
         costs.observe("slow", "tcp", 10**8, 30.0)
     assert costs.estimate("slow", "tcp", 10**8) > 10

@@ -50,7 +50,7 @@ def test_a_repeated_request_is_answered_and_computed_once() -> None:
     h.receive(request())
     h.receive(request())
     assert len(h.control.take(PrefillAccepted)) == 2
-    assert h.planner.queued_tokens == 10
+    assert h.prefill.queued_tokens == 10
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -78,9 +78,9 @@ def test_a_late_repeat_of_an_aborted_request_is_not_started() -> None:
     assert len(h.control.take(Quiesced)) == 2
     h.receive(request())
     assert h.control.take(Quiesced) == [Quiesced(attempt=R)]
-    assert h.planner.queued_tokens == 0
+    assert h.prefill.queued_tokens == 0
     h.receive(request(attempt=R._replace(epoch=2)))
-    assert h.planner.queued_tokens == 10, "the next epoch is another request"
+    assert h.prefill.queued_tokens == 10, "the next epoch is another request"
 
 
 def test_a_request_that_moved_to_another_decode_node_is_another_one() -> None:

@@ -239,8 +239,7 @@ def test_it_fetches_where_that_is_estimated_to_be_faster() -> None:
     for _ in range(5):
         fetches.fetch_costs.observe("decode", "tcp", PREFIX * TOKEN_BYTES, 10.0)
     prefill(200)
-    later = time.monotonic() + 7200
-    fetches.fetch_costs._models["decode"]._now = lambda: later
+    fetches.fetch_costs._models["decode"]._seen_at -= 7200
     for _ in range(40):
         fetches.compute_cost.observe([(0, 32)], 1.0)
     node.prefixes.clear()

@@ -84,9 +84,9 @@ def test_a_prompt_that_waits_for_the_same_one_computes_nothing_of_it_again(node:
 def test_tokens_that_are_queued_are_those_that_have_to_be_computed(node: LiveWorld) -> None:
     node.run(FIRST[:128])
     node.ask(FIRST[:130])
-    assert node.planner.queued_tokens == 2
+    assert node.prefill.queued_tokens == 2
     node.ask(sharing(FIRST, 64, 100))
-    assert node.planner.queued_tokens == node.metric("prompt_tokens_waiting") == 2 + 36
+    assert node.prefill.queued_tokens == node.metric("prompt_tokens_waiting") == 2 + 36
 
 
 def test_salts_share_nothing(node: LiveWorld) -> None:

@@ -35,42 +35,11 @@ def table_with(
     return table, released
 
 
-def test_aborted_slots_wait_for_quiesced() -> None:
-    """sglang PRs 24580, 31357: pages freed on abort while the prefill node was still writing."""
-    table, released = table_with()
-    assert table.quarantine(R, now=1.0) == WRITER
-    assert table.quarantined_slots == 8
-    assert table.release_expired(now=1e9) == []
-    assert released == []
-    assert table.quiesced(R, "first", now=100.0)
-    assert released == ["slots"]
-
-
 def test_a_late_done_of_a_quarantined_epoch_does_not_land() -> None:
     table, _ = table_with()
     table.quarantine(R, now=1.0)
     with pytest.raises(ValueError, match="not writable"):
         table.landed(R, now=100.0)
-
-
-def test_evicted_slots_come_back_after_the_grace() -> None:
-    table, released = table_with()
-    table.quarantine(R, now=1.0)
-    assert table.evict("first", now=100.0) == [R]
-    assert table.evict("first", now=104.0) == [R], "a second time changes nothing"
-    assert table.release_expired(100.0 + DRAIN_GRACE_S - 0.1) == []
-    assert table.release_expired(100.0 + DRAIN_GRACE_S) == [R]
-    assert released == ["slots"]
-    assert table.evict("first", now=110.0) == []
-
-
-def test_eviction_is_of_one_process_and_of_what_is_quarantined() -> None:
-    table, released = table_with()
-    assert table.evict("first", now=0.0) == [], "a request still wants these"
-    table.quarantine(R, now=1.0)
-    assert table.evict("second", now=1.0) == []
-    assert table.release_expired(1e9) == []
-    assert released == []
 
 
 def test_quarantine_counts_from_when_it_began() -> None:
@@ -112,17 +81,14 @@ def fenced_table() -> tuple[ReservationTable[AttemptId, Peer, str], Released, Fe
     return table, released, fences
 
 
-@pytest.mark.parametrize("over", ["lingers", "died", "evict"])
-def test_lingering_slots_come_back_after_the_grace_and_behind_a_fence(over: str) -> None:
+@pytest.mark.parametrize("lingers", [True, False])
+def test_lingering_slots_come_back_after_the_grace_and_behind_a_fence(lingers: bool) -> None:
     """A write that had failed, or whose process had died, landed when a partition ended."""
     table, released, fences = fenced_table()
-    match over:
-        case "lingers":
-            assert table.quiesced(R, "first", now=100.0, lingering=True)
-        case "died":
-            assert table.writer_died("first", now=100.0) == [], "nobody wants them"
-        case "evict":
-            table.evict("first", now=100.0)
+    if lingers:
+        assert table.quiesced(R, "first", now=100.0, lingering=True)
+    else:
+        table.writer_gone("first", now=100.0)
     assert table.release_expired(100.0 + DRAIN_GRACE_S - 0.1) == []
     assert not fences
     for later in (0.0, 1.0, 1000.0):
@@ -153,7 +119,7 @@ def test_slots_whose_grace_ends_later_need_a_fence_that_is_made_later() -> None:
 
 def test_slots_that_prove_quiet_before_a_fence_are_freed_once() -> None:
     table, released, fences = fenced_table()
-    table.evict("first", now=100.0)
+    table.writer_gone("first", now=100.0)
     table.release_expired(110.0)
     assert table.quiesced(R, "first", now=100.0)
     table.open(R, WRITER, "other", num_slots=8)
@@ -170,12 +136,8 @@ def test_slots_that_landed_and_linger_have_two_owners_until_a_fence() -> None:
     assert table.landed(R, now=100.0, lingering=True) == "slots"
     assert released.retained == ["slots"]
     assert not table.quarantined, "a request uses them"
-    for late in (
-        table.quiesced(R, "first", now=100.0),
-        table.quiesced(R, "first", now=101.0, lingering=True),
-        table.evict("first", now=101.0),
-    ):
-        assert not late
+    assert not table.quiesced(R, "first", now=100.0)
+    assert not table.quiesced(R, "first", now=101.0, lingering=True)
     with pytest.raises(ValueError, match="not writable"):
         table.landed(R, now=100.0)
     alone = 100.0 + DRAIN_GRACE_S + LANDED_CAN_WAIT_S
@@ -206,17 +168,7 @@ def test_slots_that_landed_and_linger_are_free_behind_a_fence_of_others() -> Non
 @given(
     st.lists(
         st.sampled_from(
-            [
-                "quarantine",
-                "quiesced",
-                "lingers",
-                "landed",
-                "landed lingering",
-                "died",
-                "evict",
-                "expire",
-                "expire late",
-            ]
+            ["quarantine", "quiesced", "lingers", "landed", "landed lingering", "gone", "expire", "expire late"]
         ),
         max_size=12,
     )
@@ -240,10 +192,8 @@ def test_in_any_order_of_events_slots_leave_once_and_never_while_writable(events
             case "landed lingering" if was_writable:
                 table.landed(R, now, lingering=True)
                 landed += 1
-            case "died":
-                table.writer_died("first", now)
-            case "evict":
-                table.evict("first", now)
+            case "gone":
+                table.writer_gone("first", now)
             case "expire":
                 table.release_expired(now + 2 * DRAIN_GRACE_S)
             case "expire late":

@@ -14,12 +14,8 @@ RANKS = tuple(Peer(role="prefill", address=f"10.0.0.1:{number}", boot_id=f"rank-
 BOOTS = [WRITER.boot_id, *(rank.boot_id for rank in RANKS)]
 
 
-def open_table() -> tuple[ReservationTable[AttemptId, Peer, str], Released]:
-    return table_with(ranks=RANKS)
-
-
 def quarantined_table() -> tuple[ReservationTable[AttemptId, Peer, str], Released]:
-    table, released = open_table()
+    table, released = table_with(ranks=RANKS)
     assert table.quarantine(R, now=1.0) == WRITER, "the node is told to stop"
     return table, released
 
@@ -29,25 +25,15 @@ def test_whichever_dies_last_is_waited_for(order: tuple[str, ...]) -> None:
     table, released = quarantined_table()
     for now, boot in enumerate(order, start=1):
         assert table.release_expired(1e6) == []
-        table.writer_died(boot, 100.0 * now)
+        table.writer_gone(boot, 100.0 * now)
     assert table.release_expired(300.0 + DRAIN_GRACE_S - 0.1) == []
     assert table.release_expired(300.0 + DRAIN_GRACE_S) == [R]
     assert released == ["slots"]
 
 
-def test_the_death_of_a_rank_ends_a_wanted_attempt_and_frees_nothing() -> None:
-    table, released = open_table()
-    assert table.writer_died(RANKS[1].boot_id, now=1.0) == [R]
-    table.quarantine(R, now=2.0)
-    assert table.release_expired(1e6) == []
-    assert table.evict("another", now=3.0) == []
-    assert table.quiesced(R, WRITER.boot_id, now=4.0)
-    assert released == ["slots"]
-
-
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["quiesced", "lingers", "died", "evict", "expire"]), st.sampled_from(BOOTS)),
+        st.tuples(st.sampled_from(["quiesced", "lingers", "gone", "expire"]), st.sampled_from(BOOTS)),
         max_size=10,
     )
 )
@@ -59,11 +45,8 @@ def test_in_any_order_slots_leave_once_and_not_before_every_writer_is_done(event
             case "quiesced" | "lingers":
                 table.quiesced(R, boot, now, lingering=event == "lingers")
                 done |= set(BOOTS) if boot == WRITER.boot_id else {boot}
-            case "died":
-                table.writer_died(boot, now)
-                done.add(boot)
-            case "evict":
-                table.evict(boot, now)
+            case "gone":
+                table.writer_gone(boot, now)
                 done.add(boot)
             case "expire":
                 table.release_expired(now + DRAIN_GRACE_S)

@@ -66,8 +66,8 @@ class Remote:
     def batch(self, pieces: list[tuple[int, int, int]]) -> Descriptors:
         return descriptors(self.address, self.here.ctypes.data, pieces)
 
-    def read(self, pieces: list[tuple[int, int, int]], may_post: Callable[[], bool] = lambda: True) -> ReadReport:
-        return read(self.pipeline, [self.batch(pieces)], may_post)
+    def read(self, pieces: list[tuple[int, int, int]]) -> ReadReport:
+        return read(self.pipeline, [self.batch(pieces)])
 
 
 @pytest.fixture(scope="module")
@@ -98,16 +98,6 @@ def test_scattered_pieces_land_and_a_refusal_costs_nothing_else(remote: Remote) 
     whole = remote.read([(0, 0, SIZE)])
     assert (whole.error, whole.num_descriptors) == (None, 4), "no descriptor is longer than the transport likes"
     assert np.array_equal(remote.here, CONTENT)
-
-
-def test_nothing_is_posted_without_leave(remote: Remote) -> None:
-    answers = iter([True, True])
-    pieces = [(i * 64, i * 64, 64) for i in range(1000)]
-    batches = [remote.batch(pieces[first : first + 10]) for first in range(0, 1000, 10)]
-    report = read(remote.pipeline, batches, lambda: next(answers, False))
-    assert (report.error, report.in_flight) == ("aborted", False)
-    assert np.array_equal(remote.here[: 20 * 64], CONTENT[: 20 * 64])
-    assert not remote.here[20 * 64 :].any()
 
 
 def test_what_was_cut_is_posted_again_and_lands(remote: Remote) -> None:
@@ -216,26 +206,3 @@ def test_a_mapping_is_read_within_its_bounds_and_while_its_owner_lives() -> None
     late = read(pipeline, [descriptors(memory.base, here.ctypes.data, [(0, 0, 64)])])
     assert late.error == "the process that owns the memory has ended"
     pipeline.channel.close()
-
-
-class Broken:
-    """A channel of which a batch has no known end."""
-
-    transport = "tcp"
-    max_batch, max_bytes, attempts = 32, 1 << 20, 2
-
-    def submit(self, batch: Descriptors) -> Any:
-        raise RuntimeError("a bug")
-
-    def check(self) -> None:
-        pass
-
-    def close(self) -> None:
-        raise AssertionError("it is in use for good")
-
-
-def test_a_read_of_unknown_end_is_in_flight_for_good() -> None:
-    pipeline = Pipeline(Broken())  # type: ignore[arg-type]
-    report = read(pipeline, [descriptors(0, 0, [(0, 0, 64)])])
-    assert (report.error, report.in_flight) == ("nobody knows whether a read has ended", True)
-    assert pipeline.lost_track
