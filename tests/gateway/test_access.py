@@ -158,6 +158,10 @@ def test_a_key_file_that_went_bad_leaves_its_keys_in_force(
         case "gone":
             (tmp_path / "keys").unlink()
     assert [status_with(gateway, key) for key in (None, "sk-old", "sk-new")] == [401, 200, 401]
+    if damage == "readable":
+        # As the log says.
+        (tmp_path / "keys").chmod(0o600)
+        assert [status_with(gateway, key) for key in ("sk-old", "sk-new")] == [401, 200]
     key_file(tmp_path, "sk-next\n")
     assert [status_with(gateway, key) for key in ("sk-old", "sk-next")] == [401, 200]
 
