@@ -242,7 +242,8 @@ class ResponsesRequest(ConvertedRequest):
 
     def given_tools(self) -> list[dict[str, Any]]:
         """The tools as answers repeat them."""
-        return [tool.model_dump(include=set(FunctionTool.model_fields)) for tool in self.tools or ()]
+        # Without copies of the schemas, which may be large: this is done on the event loop.
+        return [{name: getattr(tool, name) for name in FunctionTool.model_fields} for tool in self.tools or ()]
 
     def given_tool_choice(self) -> str | dict[str, Any]:
         """The choice as answers repeat it."""
@@ -254,7 +255,8 @@ class ResponsesRequest(ConvertedRequest):
         wanted = self.text.format if self.text else None
         form: dict[str, Any] = {"type": "text"}
         if wanted is not None:
-            form = wanted.model_dump(include=set(type(wanted).model_fields), by_alias=True, exclude_none=True)
+            named = {field.alias or name: getattr(wanted, name) for name, field in type(wanted).model_fields.items()}
+            form = {name: value for name, value in named.items() if value is not None}
         verbosity = self.text.verbosity if self.text else None
         return {"format": form, "verbosity": verbosity or "medium"}
 

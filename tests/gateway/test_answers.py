@@ -92,13 +92,29 @@ def test_of_chats(reasoning: bool, tools: Sequence[dict[str, object]], fields: d
     assert_same_bytes(answer, PIECES)
 
 
-@pytest.mark.parametrize("piece", [" " * 64, "x" * 64], ids=["white space", "text"])
-def test_a_token_of_a_long_answer_costs_no_more_than_one_of_a_short_one(piece: str) -> None:
-    body = ResponsesRequest.model_validate({"model": "m", "input": "a", "stream": True})
+def response_answer(**fields: object) -> ResponseAnswer:
+    body = ResponsesRequest.model_validate({"model": "m", "input": "a", "stream": True, **fields})
     reading = ChatReading(parsing_format("glm"), CallRules(ToolSet(())), False)
     of_one = replace(prepared(body.generation(FieldPolicy(strict=True)), reading), body=body)
-    answer = ResponseAnswer(of_one, "m", TOKENIZER, HELD)
-    times = []
+    return ResponseAnswer(of_one, "m", TOKENIZER, HELD)
+
+
+def test_a_response_repeats_large_schemas_without_copies_of_them() -> None:
+    schema = {"enum": [[]] * 400_000, "const": None}
+    tool = {"type": "function", "name": "f", "parameters": schema}
+    form = {"type": "json_schema", "name": "n", "schema": schema}
+    answer = response_answer(tools=[tool], text={"format": form})
+    began = time.thread_time()
+    created, _ = answer.begin()
+    assert time.thread_time() - began < 0.02
+    response: Any = created["response"]
+    assert response["tools"] == [{**tool, "description": None, "strict": None}]
+    assert response["text"] == {"format": form, "verbosity": "medium"}
+
+
+@pytest.mark.parametrize("piece", [" " * 64, "x" * 64], ids=["white space", "text"])
+def test_a_token_of_a_long_answer_costs_no_more_than_one_of_a_short_one(piece: str) -> None:
+    answer, times = response_answer(), []
     for _ in range(12):
         began = time.thread_time()
         for number in range(2000):
