@@ -180,6 +180,12 @@ def test_a_turn_that_fails_forgets_what_it_continues(glm: World) -> None:
         ('{"type": "response.create", "input": [{"type": "web_search_call"}]}', "input.0"),
         ('{"type": "response.create", "input": "a", "tools": [{"type": "function", "name": 3}]}', "tools.0.name"),
         ('{"type": "response.create", "input": "a", "metadata": {"a": 123456789012345678901234}}', "metadata.a"),
+        ('{"type": "response.create", "input": "a", "temperature": 1e999}', "temperature"),
+        (
+            '{"type": "response.create", "input": "a", "tools": [{"type": "function", "name": "a", "parameters": '
+            '{"const": NaN}}]}',
+            "tools.0.parameters",
+        ),
     ],
 )
 def test_a_message_that_is_wrong_costs_its_turn_alone(glm: World, message: str | bytes, param: str | None) -> None:
