@@ -80,10 +80,10 @@ class ApiServer:
         access.prepared = prepared
         if turn is not None:
             turn.response_id = prepared.request_id
-        scope["usage"].prompt(client, prepared.prompt_tokens)
-        counted.prompt(prepared.prompt_tokens)
         if reason := self._rejection_reason():
             raise reason
+        counted.prompt(prepared.prompt_tokens)
+        scope["usage"].prompt(client, prepared.prompt_tokens)
         answer = endpoint.renderer(prepared, completer.model, completer.tokenizer, held)
         if not prepared.request.stream:
             return WholeAnswer(await completer.whole(prepared, answer, held), prepared.request_id, held)

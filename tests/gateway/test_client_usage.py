@@ -64,6 +64,13 @@ def test_tokens_per_minute_are_bounded_and_counted(keyed: World) -> None:
     assert 'hisparse_pd_http_refused_total{reason="client_tokens"} 1.0' in metrics
 
 
+def test_a_request_that_nobody_can_serve_uses_no_tokens(keyed: World) -> None:
+    keyed.decode.die()
+    wait_until(lambda: keyed.http.get("/ready").status_code == 503)
+    assert [post(keyed, "sk-few", prompt="a" * 50).status_code for _ in range(3)] == [503] * 3
+    assert 'hisparse_pd_client_tokens_total{client="few",kind="prompt"}' not in keyed.metrics()
+
+
 def test_an_overdrawn_key_waits_until_a_minute_has_filled_it() -> None:
     usage, client = ClientUsage(Metrics()), Client(b"k", "few", tokens_per_minute=60)
     usage.begin(client, 0.0)
