@@ -164,7 +164,8 @@ class NodeRegistry:
         """Ready prefill nodes, the best first; those that take no such prompt come last. cached: by boot id."""
         ready = self._ready_prefill(now)
         able = [node for node in ready if node.offer.max_request_tokens >= prompt_tokens]
-        return _ranked(able, cached) + _ranked([node for node in ready if node not in able], cached)
+        others = [node for node in ready if node.offer.max_request_tokens < prompt_tokens]
+        return _ranked(able, cached) + _ranked(others, cached)
 
     def candidates(self, role: Role, now: float, cached: Mapping[str, int]) -> list[str]:
         """For traces, the nodes that can take requests with what they are chosen by. cached: by boot id."""
