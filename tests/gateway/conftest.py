@@ -3,12 +3,15 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from base.errors import StartupError
 from gateway.config import GatewayConfig
+from gateway.process import Gateway
 from service import watched
 from tests.gateway.nodes import CONTEXT, FakeDecodeNode, FakeNode, wait_until
 from tests.gateway.world import MODEL, RunningGateway, World, deepseek_service, glm_service, write_checkpoint
@@ -56,6 +59,19 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of keys are looked at with each request."""
     monkeypatch.setattr(watched, "_LOOK_EVERY_S", 0.0)
+
+
+@pytest.fixture
+def start_error(checkpoint: Path) -> Callable[..., str]:
+    """Why a gateway with these options does not start."""
+
+    def error(**options: Any) -> str:
+        with pytest.raises(StartupError) as refused:
+            Gateway(GatewayConfig(**{"model_path": checkpoint, "port": 0, "control_port": 0, **options}))
+        assert "\n" not in str(refused.value)
+        return str(refused.value)
+
+    return error
 
 
 @pytest.fixture

@@ -6,14 +6,13 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
-from base.errors import StartupError
 from control.messages import Output
 from gateway import decode_client, registry
 from gateway.errors import ApiError
@@ -178,11 +177,6 @@ def test_an_answer_that_its_client_does_not_read_gives_way(gateway: RunningGatew
         assert other.status_code == 200
         assert ended(gateway, "too_many_bytes") == 1
     wait_until(lambda: gateway.gateway._answers.held == 0, timeout=60)
-
-
-def test_the_limit_of_all_is_not_below_that_of_one(start_gateway: Callable[..., RunningGateway]) -> None:
-    with pytest.raises(StartupError, match=r"--max-total-answer-mib 1 is less than what one request may take, 2"):
-        start_gateway(max_answer_mib=2, max_total_answer_mib=1)
 
 
 def test_the_largest_request_ends_and_others_go_on() -> None:

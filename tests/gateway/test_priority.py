@@ -6,9 +6,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from base.errors import StartupError
-from gateway.config import GatewayConfig
-from gateway.process import Gateway
 from gateway.requests.generation import MAX_PRIORITY
 from tests.gateway.nodes import FakeDecodeNode
 from tests.gateway.test_access import key_file, refused
@@ -87,9 +84,3 @@ def test_the_permission_is_taken_back_without_a_restart(
     key_file(tmp_path, "another\n")
     assert posted(gateway, -1, "first").status_code == 401
     assert posted(gateway, -1, "another").status_code == 200
-
-
-def test_keys_that_go_first_need_keys_of_others(checkpoint: Path, tmp_path: Path) -> None:
-    file = key_file(tmp_path, "first\n")
-    with pytest.raises(StartupError, match=r"--priority-key-file .*other clients need keys, too"):
-        Gateway(GatewayConfig(model_path=checkpoint, port=0, control_port=0, priority_key_file=file))

@@ -1,5 +1,6 @@
 """HTTPS: who may be trusted, what stops a start, and certificates that are replaced."""
 
+import re
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,7 @@ import openai
 import pytest
 import trustme
 
-from base.errors import StartupError
 from cli.serve import is_ready
-from gateway.config import GatewayConfig
-from gateway.process import Gateway
 from tests.gateway.nodes import wait_until
 from tests.gateway.test_websocket import opened
 from tests.gateway.world import MODEL, RunningGateway, World
@@ -167,10 +165,10 @@ def encrypted(pem: bytes) -> bytes:
         ("encrypted", "expected a private key without a passphrase"),
     ],
 )
-def test_files_that_cannot_serve_stop_the_start(checkpoint: Path, files: Files, damage: str, complaint: str) -> None:
-    with pytest.raises(StartupError, match=complaint) as error:
-        Gateway(GatewayConfig(model_path=checkpoint, port=0, control_port=0, **broken(files, damage)))
-    assert "\n" not in str(error.value)
+def test_files_that_cannot_serve_stop_the_start(
+    start_error: Callable[..., str], files: Files, damage: str, complaint: str
+) -> None:
+    assert re.search(complaint, start_error(**broken(files, damage)))
 
 
 def test_a_websocket_over_tls(start_world: Callable[..., World], files: Files) -> None:
