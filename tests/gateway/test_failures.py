@@ -45,8 +45,7 @@ def test_a_node_of_another_wire_version_is_refused(
 
 def test_full_nodes_are_passed_over(fresh: World) -> None:
     fresh.decode.reject = "queue_full"
-    other = fresh.start_decode(queued_tokens=10**6)
-    wait_until(lambda: 'nodes{role="decode"} 2.0' in fresh.metrics())
+    other = fresh.start_full_decode()
     assert fresh.post().status_code == 200
     assert len(other.generated) == 1
     other.reject = "queue_full"

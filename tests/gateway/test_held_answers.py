@@ -151,7 +151,7 @@ def test_where_all_answers_take_too_much_the_largest_ends(gateway: RunningGatewa
         assert not any(answer.done() for answer in small), "the others go on"
         for request in decode.generated[:3]:
             last = Output(request_id=request.request_id, start=50, finish_reason="stop")
-            decode.send(gateway.gateway.control.me, last)
+            decode.send(last)
         assert [answer.result().status_code for answer in small] == [200, 200]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from control.messages import Output, Peer, Resend, Token
+from control.messages import Output, Resend, Token
 from gateway import decode_client
 from tests.gateway.nodes import wait_until
 from tests.gateway.world import MODEL, World
@@ -61,12 +61,12 @@ def test_what_is_lost_of_what_was_sent_again_is_asked_for_from_there(fresh: Worl
     lose(fresh, 8, 1)
     decode, resend = fresh.decode, fresh.decode._resend
 
-    def some_is_lost(sender: Peer, asked: Resend) -> None:
+    def some_is_lost(asked: Resend) -> None:
         if asked.start == 1:
             for number in (1, 2, 5, 6, 7):
-                decode.send(sender, decode._answers[asked.request_id][number])
+                decode.send(decode._answers[asked.request_id][number])
         else:
-            resend(sender, asked)
+            resend(asked)
 
     decode._resend = some_is_lost  # type: ignore[method-assign]
     assert text_of(fresh, max_tokens=8) == "abcdefgh"
@@ -100,8 +100,8 @@ def test_tokens_that_never_come_end_the_request(fresh: World, monkeypatch: pytes
 def test_what_a_node_has_given_up_is_not_waited_for(fresh: World) -> None:
     """It answers that it keeps nothing of the request."""
     lose(fresh, 3, 1)
-    fresh.decode._resend = lambda sender, asked: fresh.decode.send(  # type: ignore[method-assign]
-        sender, Output(request_id=asked.request_id, start=0, finish_reason="abort")
+    fresh.decode._resend = lambda asked: fresh.decode.send(  # type: ignore[method-assign]
+        Output(request_id=asked.request_id, start=0, finish_reason="abort")
     )
     with fresh.stream(max_tokens=3) as data:
         assert "the request was lost at its decode node" in "".join(data)

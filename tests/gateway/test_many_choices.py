@@ -65,7 +65,7 @@ def test_a_prompt_is_validated_and_looked_up_once_off_the_event_loop(
 
 
 def test_choices_that_a_node_refuses_go_elsewhere_together(fresh: World) -> None:
-    other = fresh.start_decode(queued_tokens=1_000_000)
+    other = fresh.start_full_decode()
     fresh.decode.reject = "queue_full"
     assert posted(fresh, n=16, prompt_logprobs=0).status_code == 200
     assert len(other.generated) == 16
@@ -75,7 +75,7 @@ def test_choices_that_a_node_refuses_go_elsewhere_together(fresh: World) -> None
 
 def test_choices_that_no_node_takes_leave_nothing_behind(fresh: World) -> None:
     """Some of them end between their failure at one node and the message to the other."""
-    other = fresh.start_decode(queued_tokens=1_000_000)
+    other = fresh.start_full_decode()
     fresh.decode.reject = other.reject = "queue_full"
     assert posted(fresh, n=8).status_code == 429
     client = fresh.gateway.gateway._client

@@ -347,7 +347,7 @@ def test_a_draining_gateway_ends_turns_and_closes_websockets(fresh: World) -> No
         assert idle.closed() == 1012
         [asked] = fresh.decode.generated
         rest = Output(request_id=asked.request_id, start=1, tokens=(Token(token_id=98),), finish_reason="length")
-        fresh.decode.send(fresh.gateway.gateway.control.me, rest)
+        fresh.decode.send(rest)
         assert busy.answer()[-1]["response"]["usage"]["output_tokens"] == 2
         assert (busy.closed(), silent.closed()) == (1012, 1012)
     fresh.gateway.join()

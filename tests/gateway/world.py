@@ -22,7 +22,7 @@ from control.plane import ControlPlaneFailed
 from gateway.config import GatewayConfig
 from gateway.held_answers import HeldAnswers
 from gateway.process import Gateway
-from tests.gateway.nodes import CONTEXT, FakeDecodeNode, FakeNode
+from tests.gateway.nodes import CONTEXT, FakeDecodeNode, FakeNode, wait_until
 
 MODEL = "tiny"
 BOS, EOS = 256, 257
@@ -248,6 +248,12 @@ class World:
         node = FakeDecodeNode(self.gateway.control_address, **options)
         self._more.append(node)
         return node.start()
+
+    def start_full_decode(self) -> FakeDecodeNode:
+        """Another decode node, which gets only what the first one does not take."""
+        node, registry = self.start_decode(queued_tokens=10**6), self.gateway.gateway.registry
+        wait_until(lambda: registry.nodes[node.me.address].load >= 10**6)
+        return node
 
     def metrics(self) -> str:
         return self.http.get("/metrics").text
