@@ -267,9 +267,10 @@ class World:
     def close(self) -> None:
         for client in (self.client, self.anthropic, self.http):
             client.close()
+        # Before the nodes: it waits for their answers to its cancels.
+        self.gateway.stop()
         for node in (self.prefill, self.decode, *self._more):
             node.die()
-        self.gateway.stop()
         self._background.shutdown()
 
 
