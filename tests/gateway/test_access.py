@@ -20,7 +20,7 @@ from gateway.client_usage import ClientUsage
 from gateway.config import GatewayConfig
 from gateway.errors import ApiError
 from gateway.keys import ApiKeys
-from tests.gateway.nodes import FakeDecodeNode, wait_until
+from tests.gateway.nodes import wait_until
 from tests.gateway.world import MODEL, RunningGateway, World, held_answers
 from tests.service.raw_http import RawClient
 
@@ -87,8 +87,8 @@ def test_probes_and_scrapes_need_no_key_and_everything_else_does(start_gateway: 
     assert httpx.post(f"{gateway.url}/v1/completions", content=b"no JSON").status_code == 401
 
 
-@pytest.mark.parametrize("gateway", [{"allowed_origins": ("https://chat.example",)}], indirect=True)
-def test_web_pages_of_other_origins_may_not_post(gateway: RunningGateway, decode: FakeDecodeNode) -> None:
+@pytest.mark.parametrize("fresh", [{"allowed_origins": ("https://chat.example",)}], indirect=True)
+def test_web_pages_of_other_origins_may_not_post(fresh: World) -> None:
     """Without keys: a browser lets any page post to a service on the user's machine."""
     for origin, status in (
         ("https://evil.example", 403),
@@ -96,13 +96,13 @@ def test_web_pages_of_other_origins_may_not_post(gateway: RunningGateway, decode
         ("http://127.0.0.1:1", 403),
         ("https://[", 403),
         ("https://chat.example", 200),
-        (gateway.url, 200),
+        (fresh.gateway.url, 200),
     ):
         for path in ("/v1/completions", "/tokenize"):
-            answer = httpx.post(f"{gateway.url}{path}", json=PROMPT, headers={"Origin": origin})
+            answer = httpx.post(f"{fresh.gateway.url}{path}", json=PROMPT, headers={"Origin": origin})
             assert answer.status_code == status, (origin, path)
-        assert httpx.get(f"{gateway.url}/v1/models", headers={"Origin": origin}).status_code == 200
-    assert refused(gateway, "origin") == 8
+        assert httpx.get(f"{fresh.gateway.url}/v1/models", headers={"Origin": origin}).status_code == 200
+    assert refused(fresh.gateway, "origin") == 8
 
 
 def test_a_key_allows_web_pages_of_every_origin(start_gateway: Start) -> None:
@@ -111,7 +111,7 @@ def test_a_key_allows_web_pages_of_every_origin(start_gateway: Start) -> None:
     assert httpx.post(f"{gateway.url}/tokenize", json={"prompt": "a"}, headers=headers).status_code == 200
 
 
-def test_bodies_that_a_web_page_can_send_are_no_json(gateway: RunningGateway, decode: FakeDecodeNode) -> None:
+def test_bodies_that_a_web_page_can_send_are_no_json(fresh: World) -> None:
     body = json.dumps(PROMPT)
     for media_type, status in (
         ("text/plain", 415),
@@ -124,9 +124,9 @@ def test_bodies_that_a_web_page_can_send_are_no_json(gateway: RunningGateway, de
         ("application/vnd.api+json", 200),
     ):
         for path in ("/v1/completions", "/tokenize"):
-            answer = httpx.post(f"{gateway.url}{path}", content=body, headers={"Content-Type": media_type})
+            answer = httpx.post(f"{fresh.gateway.url}{path}", content=body, headers={"Content-Type": media_type})
             assert answer.status_code == status, (media_type, path)
-    assert httpx.post(f"{gateway.url}/v1/completions", content=body).status_code == 200
+    assert httpx.post(f"{fresh.gateway.url}/v1/completions", content=body).status_code == 200
 
 
 def test_keys_come_from_a_file_too(start_gateway: Start, tmp_path: Path) -> None:
@@ -294,16 +294,16 @@ def test_requests_beyond_the_bound_are_refused_and_places_come_back(fresh: World
     assert fresh.post().status_code == 200
 
 
-@pytest.mark.parametrize("gateway", [{"header_timeout": 3.0}], indirect=True)
-def test_two_hundred_clients_that_dribble_slow_nobody_down(decode: FakeDecodeNode, gateway: RunningGateway) -> None:
+@pytest.mark.parametrize("fresh", [{"header_timeout": 3.0}], indirect=True)
+def test_two_hundred_clients_that_dribble_slow_nobody_down(fresh: World) -> None:
     """Heads that never end, and bodies that never come, while the API is in use."""
-    swarm = [RawClient(gateway.gateway.port) for _ in range(200)]
+    swarm = [RawClient(fresh.gateway.gateway.port) for _ in range(200)]
     for number, client in enumerate(swarm):
         if number % 2:
             client.send("POST /v1/completions HTTP/1.1\r\nHost: test\r\n")
         else:
             client.post("/v1/completions", "Content-Length: 1000", body="{")
-    wait_until(lambda: gateway.connections == 200)
+    wait_until(lambda: fresh.gateway.connections == 200)
     stop = threading.Event()
 
     def dribble() -> None:
@@ -315,18 +315,18 @@ def test_two_hundred_clients_that_dribble_slow_nobody_down(decode: FakeDecodeNod
     dribbling = threading.Thread(target=dribble)
     dribbling.start()
     try:
-        with httpx.Client(base_url=gateway.url) as http:
+        with httpx.Client(base_url=fresh.gateway.url) as http:
             for _ in range(50):
                 assert http.post("/v1/completions", json=PROMPT).json()["choices"][0]["text"] == "abca"
-            wait_until(lambda: refused(gateway, "header_timeout") == 100, timeout=20)
-            wait_until(lambda: refused(gateway, "body_timeout") == 100, timeout=20)
+            wait_until(lambda: refused(fresh.gateway, "header_timeout") == 100, timeout=20)
+            wait_until(lambda: refused(fresh.gateway, "body_timeout") == 100, timeout=20)
             assert http.post("/v1/completions", json=PROMPT).status_code == 200
     finally:
         stop.set()
         dribbling.join()
         for client in swarm:
             client.socket.close()
-    wait_until(lambda: gateway.serving == 0)
+    wait_until(lambda: fresh.gateway.serving == 0)
 
 
 @pytest.mark.parametrize("gateway", [{"max_concurrent_requests": 1}], indirect=True)

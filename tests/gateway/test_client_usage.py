@@ -65,8 +65,7 @@ def test_tokens_per_minute_are_bounded_and_counted(keyed: World) -> None:
 
 
 def test_a_request_that_nobody_can_serve_uses_no_tokens(keyed: World) -> None:
-    keyed.decode.die()
-    wait_until(lambda: keyed.http.get("/ready").status_code == 503)
+    keyed.leaves(keyed.decode)
     assert [post(keyed, "sk-few", prompt="a" * 50).status_code for _ in range(3)] == [503] * 3
     assert 'hisparse_pd_client_tokens_total{client="few",kind="prompt"}' not in keyed.metrics()
 

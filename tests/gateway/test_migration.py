@@ -196,8 +196,7 @@ def test_a_stream_waits_while_no_prefill_node_is_ready(fresh: World) -> None:
     other = fresh.start_full_decode()
     with fresh.stream(max_tokens=3) as data:
         said = [next(data) for _ in range(2)]
-        fresh.prefill.membership.leave()
-        wait_until(lambda: 'nodes{role="prefill"} 0.0' in fresh.metrics())
+        fresh.leaves(fresh.prefill)
         [mine] = fresh.decode.generated
         fresh.decode.send(Output(mine.request_id, 2, finish_reason="lost"))
         wait_until(lambda: mine.request_id in fresh.decode.ended)

@@ -200,8 +200,8 @@ class World:
         self.prefill = FakeNode(address, "prefill", max_request_tokens=context).start()
         self.decode = FakeDecodeNode(address, max_request_tokens=context).start()
         self.http = httpx.Client(base_url=self.gateway.url, timeout=20)
-        self.client = openai.OpenAI(base_url=f"{self.gateway.url}/v1", api_key="none", max_retries=0, timeout=20)
-        self.anthropic = anthropic.Anthropic(base_url=self.gateway.url, api_key="none", max_retries=0, timeout=20)
+        self.client: Any = openai.OpenAI(base_url=f"{self.gateway.url}/v1", api_key="none", max_retries=0, timeout=20)
+        self.anthropic: Any = anthropic.Anthropic(base_url=self.gateway.url, api_key="none", max_retries=0, timeout=20)
 
     def says(self, text: str) -> None:
         self.decode.reset()
@@ -224,7 +224,7 @@ class World:
 
     def chat(self, *messages: dict[str, Any], **fields: Any) -> Any:
         fields = {"max_tokens": 4096, "tools": [WEATHER], **fields}
-        return self.client.chat.completions.create(model=MODEL, messages=list(messages), **fields)  # type: ignore[call-overload]
+        return self.client.chat.completions.create(model=MODEL, messages=list(messages), **fields)
 
     def post(self, **fields: Any) -> httpx.Response:
         """Ask for a completion."""
@@ -254,6 +254,12 @@ class World:
         node, registry = self.start_decode(queued_tokens=10**6), self.gateway.gateway.registry
         wait_until(lambda: registry.nodes[node.me.address].load >= 10**6)
         return node
+
+    def leaves(self, node: FakeNode) -> None:
+        """The gateway gives that node nothing more."""
+        node.membership.leave()
+        registry = self.gateway.gateway.registry
+        wait_until(lambda: registry.nodes[node.me.address].leaving)
 
     def metrics(self) -> str:
         return self.http.get("/metrics").text
