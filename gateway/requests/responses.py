@@ -310,7 +310,7 @@ def _chat_format(wanted: TextFormat | JsonObjectFormat | JsonSchemaFormat | None
 def messages_of(instructions: str | None, items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
     """The messages of a chat: instructions, and then the items.
 
-    Reasoning, text and calls that follow each other are one message.
+    Reasoning, text and calls that follow each other are one message, and so is all up to the results of the calls.
     """
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(items, str):
@@ -319,17 +319,21 @@ def messages_of(instructions: str | None, items: str | Sequence[InputItem]) -> l
     """The assistant's message that the next items may belong to."""
 
     def begun(*after: str) -> dict[str, Any]:
-        """The assistant's message; a new one if the last has any of the fields `after` already."""
+        """The assistant's message; a new one if the last has no calls, and any of the fields `after` already."""
         nonlocal answer
-        if answer is None or any(field in answer for field in after):
+        if answer is None or ("tool_calls" not in answer and any(field in answer for field in after)):
             answer = {"role": "assistant"}
             messages.append(answer)
         return answer
 
+    def say(field: str, text: str, *after: str) -> None:
+        message = begun(field, *after)
+        message[field] = "\n".join(filter(None, (message.get(field), text)))
+
     for item in items:
         match item:
             case ReasoningItem():
-                begun("reasoning_content", "content", "tool_calls")["reasoning_content"] = item.text
+                say("reasoning_content", item.text, "content")
             case FunctionCall():
                 call = chat_call(item.call_id, item.name, item.arguments)
                 begun().setdefault("tool_calls", []).append(call)
@@ -341,7 +345,7 @@ def messages_of(instructions: str | None, items: str | Sequence[InputItem]) -> l
                 content = f"A summary of the conversation until here:\n\n{item.encrypted_content}"
                 messages.append({"role": "user", "content": content})
             case InputMessage(role="assistant"):
-                begun("content", "tool_calls")["content"] = text_of(item.content)
+                say("content", text_of(item.content))
             case InputMessage():
                 answer = None
                 messages.append({"role": item.role, "content": text_of(item.content)})
