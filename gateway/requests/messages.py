@@ -252,8 +252,8 @@ def _said(role: str, blocks: Sequence[Block]) -> list[dict[str, Any]]:
         match block:
             case ToolResultBlock():
                 messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content)})
-            case TextBlock() if messages and messages[-1]["role"] == role:
-                messages[-1]["content"] += "\n" + block.text
             case TextBlock():
-                messages.append({"role": role, "content": block.text})
+                if not messages or messages[-1]["role"] != role:
+                    messages.append({"role": role, "content": []})
+                messages[-1]["content"].append({"type": "text", "text": block.text})
     return messages or [{"role": role, "content": ""}]

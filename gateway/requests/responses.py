@@ -327,8 +327,7 @@ def messages_of(instructions: str | None, items: str | Sequence[InputItem]) -> l
         return answer
 
     def say(field: str, text: str, *after: str) -> None:
-        message = begun(field, *after)
-        message[field] = "\n".join(filter(None, (message.get(field), text)))
+        begun(field, *after).setdefault(field, []).append(text)
 
     for item in items:
         match item:
@@ -349,6 +348,10 @@ def messages_of(instructions: str | None, items: str | Sequence[InputItem]) -> l
             case InputMessage():
                 answer = None
                 messages.append({"role": item.role, "content": text_of(item.content)})
+    for message in messages:
+        for field in ("reasoning_content", "content"):
+            if isinstance(texts := message.get(field), list):
+                message[field] = "\n".join(filter(None, texts))
     return messages
 
 
