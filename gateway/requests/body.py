@@ -228,6 +228,11 @@ TextOr = TextOrOther[str, list[_T]]
 """Text, or a list of pieces."""
 
 
+def text_of(content: Any) -> str:
+    """What a `TextOr` says, whose pieces have a text."""
+    return content if isinstance(content, str) else "\n".join(piece.text for piece in content or ())
+
+
 @dataclass(frozen=True)
 class KindsOf:
     """Tells the members of a union of models apart by their `type`.

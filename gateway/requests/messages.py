@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from gateway.requests.body import JsonObject, KindsOf, Piece, TextOr
+from gateway.requests.body import JsonObject, KindsOf, Piece, TextOr, text_of
 from gateway.requests.chat import MAX_TOOLS, CallId, ChatCompletionRequest, ConvertedRequest, ToolName, chat_call
 from gateway.requests.generation import StopStrings
 
@@ -227,12 +227,6 @@ def messages_of(turn: MessageTurn) -> list[dict[str, Any]]:
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     return [_answer(turn.content)] if turn.role == "assistant" else _said(turn.role, turn.content)
-
-
-def text_of(content: str | Sequence[TextBlock | SearchResultBlock] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(block.text for block in content)
 
 
 def _answer(blocks: Sequence[Block]) -> dict[str, Any]:

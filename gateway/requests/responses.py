@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.errors import shown
-from gateway.requests.body import FieldPolicy, JsonObject, KindsOf, Piece, RequestBody, TextOr, TextOrOther
+from gateway.requests.body import FieldPolicy, JsonObject, KindsOf, Piece, RequestBody, TextOr, TextOrOther, text_of
 from gateway.requests.chat import MAX_TOOLS, CallId, ConvertedRequest, ToolName, chat_call
 from gateway.requests.generation import StreamOptions
 
@@ -82,7 +82,7 @@ class ReasoningItem(Piece):
 
     @property
     def text(self) -> str:
-        return "\n".join(part.text for part in self.content or self.summary or ())
+        return text_of(self.content or self.summary)
 
 
 _SUMMARY = b"summary of hisparse-pd, version 1\n"
@@ -353,7 +353,3 @@ def messages_of(instructions: str | None, items: str | Sequence[InputItem]) -> l
             if isinstance(texts := message.get(field), list):
                 message[field] = "\n".join(filter(None, texts))
     return messages
-
-
-def text_of(content: str | Sequence[InputText | Refusal]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
