@@ -171,20 +171,17 @@ class CountTokensRequest(ConvertedRequest):
         if given is not None and not isinstance(given, str):
             given = [block for block in given if not block.text.startswith(_BILLING)]
         system = [{"role": "system", "content": text_of(given)}] if given else []
-        choice, parallel = self.tool_choice, None
-        chosen: Any = None
-        if choice is not None:
-            parallel = None if choice.disable_parallel_tool_use is None else not choice.disable_parallel_tool_use
-            chosen = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)
-        if isinstance(choice, ToolChoice):
-            chosen = {"type": "function", "function": {"name": choice.name}}
+        choice = self.tool_choice or AnyChoice(type="auto")
+        single = choice.disable_parallel_tool_use
         return {
             "messages": system + [message for turn in self.messages for message in messages_of(turn)],
             # The beginning of the answer, which is called prefill.
             "continue_final_message": self.messages[-1].role == "assistant",
             "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
-            "tool_choice": chosen,
-            "parallel_tool_calls": parallel,
+            "tool_choice": {"type": "function", "function": {"name": choice.name}}
+            if isinstance(choice, ToolChoice)
+            else {"any": "required"}.get(choice.type, choice.type),
+            "parallel_tool_calls": None if single is None else not single,
             "reasoning_effort": self._effort(),
             "response_format": self._format(),
         }
