@@ -231,10 +231,13 @@ def _answer(blocks: Sequence[Block]) -> dict[str, Any]:
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
     calls = [chat_call(use.id, use.name, json.dumps(use.input, ensure_ascii=False)) for use in uses]
-    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
-    return {**message, "tool_calls": calls} if calls else message
+    reasoning = "\n".join(thoughts) or None
+    return {
+        "role": "assistant",
+        "content": "\n".join(texts),
+        "reasoning_content": reasoning,
+        "tool_calls": calls or None,
+    }
 
 
 def _said(role: str, blocks: Sequence[Block]) -> list[dict[str, Any]]:
