@@ -227,17 +227,11 @@ def messages_of(turn: MessageTurn) -> list[dict[str, Any]]:
 
 
 def _answer(blocks: Sequence[Block]) -> dict[str, Any]:
-    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
-    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    content = "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
+    reasoning = "\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)) or None
     uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
-    calls = [chat_call(use.id, use.name, json.dumps(use.input, ensure_ascii=False)) for use in uses]
-    reasoning = "\n".join(thoughts) or None
-    return {
-        "role": "assistant",
-        "content": "\n".join(texts),
-        "reasoning_content": reasoning,
-        "tool_calls": calls or None,
-    }
+    calls = [chat_call(use.id, use.name, json.dumps(use.input, ensure_ascii=False)) for use in uses] or None
+    return {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": calls}
 
 
 def _said(role: str, blocks: Sequence[Block]) -> list[dict[str, Any]]:

@@ -34,12 +34,7 @@ def status_with(gateway: RunningGateway, key: str | None, path: str = "/v1/model
 
 
 def refused(gateway: RunningGateway, reason: str) -> float:
-    found = re.search(
-        rf'^hisparse_pd_http_refused_total{{reason="{reason}"}} (\S+)$',
-        httpx.get(f"{gateway.url}/metrics").text,
-        flags=re.MULTILINE,
-    )
-    return 0.0 if found is None else float(found[1])
+    return gateway.counted("http_refused", reason)
 
 
 def key_file(directory: Path, text: str, mode: int = 0o600) -> Path:

@@ -1,10 +1,8 @@
 """Fields of requests that say how an answer is drawn, how many there are, and what its text has in it."""
 
-import json
 import re
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from structlog.testing import capture_logs
@@ -14,18 +12,12 @@ from gateway.errors import ApiError
 from gateway.requests.body import FieldPolicy
 from tests.docs.tables import BODIES, CELLS, readme_rows
 from tests.gateway.nodes import CONTEXT, wait_until
-from tests.gateway.world import EOS, MODEL, World
+from tests.gateway.world import EOS, MODEL, World, chunks_of
 
 
 @pytest.fixture(autouse=True)
 def _reset(world: World) -> None:
     world.decode.reset()
-
-
-def chunks_of(response: httpx.Response) -> list[dict[str, Any]]:
-    *chunks, done = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-    assert done == "[DONE]"
-    return [json.loads(chunk) for chunk in chunks]
 
 
 def test_how_tokens_are_drawn_is_told_to_the_decode_node(world: World) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import json
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -74,12 +73,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield service
 
 
-def ended(gateway: RunningGateway, reason: str) -> float:
-    metrics = httpx.get(f"{gateway.url}/metrics").text
-    found = re.search(rf'answers_ended_total{{reason="{reason}"}} (\S+)$', metrics, flags=re.MULTILINE)
-    return 0.0 if found is None else float(found[1])
-
-
 @pytest.mark.parametrize(
     ("path", "stream"), [*((path, False) for path in HOSTILE), ("/v1/responses", True)], ids=lambda value: str(value)
 )
@@ -129,7 +122,7 @@ def test_a_request_of_large_answers_ends_alone(fresh: World) -> None:
     assert (answer.status_code, error["code"]) == (400, "answer_too_large")
     assert "1048576 bytes" in error["message"]
     assert "logprobs" in error["message"]
-    assert ended(fresh.gateway, "too_large") == 1
+    assert fresh.gateway.counted("answers_ended", "too_large") == 1
     wait_until(lambda: len(fresh.decode.cancelled) == 16)
     wait_until(lambda: fresh.gateway.gateway._answers.held == 0)
     fresh.decode.hold_after = None
@@ -149,7 +142,7 @@ def test_where_all_answers_take_too_much_the_largest_ends(fresh: World) -> None:
         fresh.decode.hold_after = 400
         large = httpx.post(url, json=LARGE | {"n": 16}, timeout=60)
         assert (large.status_code, large.headers["Retry-After"]) == (503, "1")
-        assert ended(fresh.gateway, "too_many_bytes") == 1
+        assert fresh.gateway.counted("answers_ended", "too_many_bytes") == 1
         assert not any(answer.done() for answer in small), "the others go on"
         for request in fresh.decode.generated[:3]:
             last = Output(request_id=request.request_id, start=50, finish_reason="stop")
@@ -163,7 +156,7 @@ def test_a_stream_that_its_client_does_not_read_is_bounded(fresh: World) -> None
     body = json.dumps(LARGE | {"n": 32, "max_tokens": 400, "stream": True})
     with RawClient(fresh.gateway.gateway.port, receive_buffer=4096) as client:
         client.post("/v1/completions", f"Content-Length: {len(body)}", body=body)
-        wait_until(lambda: ended(fresh.gateway, "too_large") == 1, timeout=60)
+        wait_until(lambda: fresh.gateway.counted("answers_ended", "too_large") == 1, timeout=60)
         assert fresh.gateway.gateway._answers.held < 2 << 20
     wait_until(lambda: fresh.gateway.gateway._answers.held == 0, timeout=60)
 
@@ -177,7 +170,7 @@ def test_an_answer_that_its_client_does_not_read_gives_way(fresh: World) -> None
         wait_until(lambda: len(fresh.decode.ended) == 16 and fresh.gateway.gateway._answers.held > 7 << 20, timeout=60)
         other = fresh.http.post("/v1/chat/completions", json=LARGE_CHAT | {"n": 3}, timeout=60)
         assert other.status_code == 200
-        assert ended(fresh.gateway, "too_many_bytes") == 1
+        assert fresh.gateway.counted("answers_ended", "too_many_bytes") == 1
     wait_until(lambda: fresh.gateway.gateway._answers.held == 0, timeout=60)
 
 

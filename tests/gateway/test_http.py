@@ -1,11 +1,9 @@
 """The OpenAI API over real HTTP, with the official client where it can say what is meant."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -15,16 +13,12 @@ from gateway.requests.body import HARMLESS, RequestBody
 from gateway.requests.chat import ChatCompletionRequest
 from gateway.requests.completions import CompletionRequest
 from tests.gateway.nodes import CONTEXT, wait_until
-from tests.gateway.world import EOS, MODEL, World
+from tests.gateway.world import EOS, MODEL, World, chunks_of
 
 
 @pytest.fixture(autouse=True)
 def _reset(world: World) -> None:
     world.decode.reset()
-
-
-def events(response: httpx.Response) -> list[str]:
-    return [line.removeprefix("data: ") for line in response.iter_lines() if line]
 
 
 def test_completion(world: World) -> None:
@@ -123,9 +117,7 @@ def test_streaming_completion(world: World) -> None:
 
 def test_streamed_token_ids_are_each_chunks_own(world: World) -> None:
     body = {"prompt": "你", "max_tokens": 3, "stream": True, "return_token_ids": True}
-    *chunks, done = events(world.http.post("/v1/completions", json=body))
-    assert done == "[DONE]"
-    choices = [json.loads(chunk)["choices"][0] for chunk in chunks]
+    choices = [chunk["choices"][0] for chunk in chunks_of(world.http.post("/v1/completions", json=body))]
     assert [choice["token_ids"] for choice in choices] == [[b] for b in "你".encode()]
     assert "token_ids" not in world.http.post("/v1/completions", json=body | {"return_token_ids": False}).text
     assert [choice["text"] for choice in choices] == ["", "", "你"]

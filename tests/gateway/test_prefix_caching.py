@@ -1,12 +1,11 @@
 """What the gateway says of cached tokens, and how it keeps the caches of clients apart."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.gateway.world import MODEL, World
+from tests.gateway.world import MODEL, World, chunks_of, events_of
 
 CHAT = [{"role": "user", "content": "How is it in Rome?"}]
 
@@ -33,13 +32,12 @@ def test_cached_tokens_of_a_stream(fresh: World) -> None:
     fresh.decode.cached_tokens = (5,)
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": "abcdef", "max_tokens": 6, "stream": True, "stream_options": options, "stop": ["c"]}
-    lines = fresh.http.post("/v1/completions", json=body).text.splitlines()
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    chunks = chunks_of(fresh.http.post("/v1/completions", json=body))
     assert len(chunks) > 2
     assert all(chunk["usage"]["prompt_tokens_details"] == {"cached_tokens": 5} for chunk in chunks)
     body = {"messages": CHAT, "max_tokens": 6, "stream": True, "model": MODEL}
-    begin = fresh.http.post("/v1/messages", json=body).text.splitlines()[1]
-    assert json.loads(begin.removeprefix("data: "))["message"]["usage"]["cache_read_input_tokens"] == 5
+    begin, *_ = events_of(fresh.http.post("/v1/messages", json=body))
+    assert begin["message"]["usage"]["cache_read_input_tokens"] == 5
 
 
 def test_a_prompt_of_many_answers_counts_once_as_computed(fresh: World) -> None:

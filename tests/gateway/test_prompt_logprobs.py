@@ -1,6 +1,5 @@
 """Log probabilities of prompts, as vLLM's and OpenAI's clients get them."""
 
-import json
 from typing import Any
 
 import httpx
@@ -8,7 +7,7 @@ import pytest
 
 from control.prompt_logprobs import MAX_PROMPT_LOGPROBS
 from tests.gateway.nodes import FakeDecodeNode
-from tests.gateway.world import BOS, MODEL, World
+from tests.gateway.world import BOS, MODEL, World, chunks_of
 
 
 def complete(http: httpx.Client, **fields: Any) -> Any:
@@ -81,8 +80,7 @@ def test_a_stream_of_a_choice_begins_with_those_of_its_prompt(fresh: World) -> N
     body = {"prompt": ["abc", "xy"], "max_tokens": 3, "echo": True, "logprobs": 0, "n": 3, "stream": True}
 
     def said() -> list[tuple[str, list[float | None]]]:
-        lines = fresh.http.post("/v1/completions", json=body).text.splitlines()
-        parts = [part for line in lines if line.startswith("data: {") for part in json.loads(line[6:])["choices"]]
+        parts = [part for chunk in chunks_of(fresh.post(**body)) for part in chunk["choices"]]
         own = [[part for part in parts if part["index"] == index] for index in range(6)]
         return [
             ("".join(part["text"] for part in parts), [p for part in parts for p in part["logprobs"]["token_logprobs"]])

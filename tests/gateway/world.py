@@ -123,6 +123,11 @@ class RunningGateway:
         """Open HTTP connections."""
         return len(self.gateway._http.server_state.connections)
 
+    def counted(self, name: str, reason: str) -> float:
+        """A counter of its metrics, by its label `reason`."""
+        registry = self.gateway.metrics.registry
+        return registry.get_sample_value(f"hisparse_pd_{name}_total", {"reason": reason}) or 0.0
+
     @property
     def serving(self) -> int:
         """HTTP requests that are being served."""
@@ -169,6 +174,13 @@ def said(text: str) -> list[list[int]]:
     """Messages of a few bytes, and the end of the answer."""
     raw = text.encode()
     return [*(list(raw[start : start + 5]) for start in range(0, len(raw), 5)), [EOS]]
+
+
+def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The chunks of a stream of OpenAI's older endpoints."""
+    *chunks, done = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert done == "[DONE]"
+    return [json.loads(chunk) for chunk in chunks]
 
 
 def events_of(answer: httpx.Response) -> list[dict[str, Any]]:

@@ -20,16 +20,9 @@ from tests.gateway.formats.examples import (
     reasoning_of,
     tool,
 )
+from tests.gateway.formats.test_json_prefix import is_json
 
 _IDS = [f"{example.family}-{number}" for number, example in enumerate(EXAMPLES)]
-
-
-def is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 def parser_for(example: Example, *, whole_calls: bool = False):
