@@ -3,7 +3,6 @@
 import re
 from typing import Any
 
-import openai
 import pytest
 from structlog.testing import capture_logs
 
@@ -54,26 +53,14 @@ def test_how_tokens_are_drawn_is_told_to_the_decode_node(world: World) -> None:
 
 
 def test_a_bad_word_may_be_as_long_as_a_word_may_be(world: World) -> None:
-    assert (
-        world.http.post(
-            "/v1/completions", json={"prompt": "a", "bad_words": ["\N{WAVING HAND SIGN}" * 256]}
-        ).status_code
-        == 200
-    )
+    assert world.post(prompt="a", bad_words=["\N{WAVING HAND SIGN}" * 256]).status_code == 200
     assert sorted(map(len, world.decode.generated[0].sampling.bad_words)) == [1024, 1025]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_answers_have_following_seeds(world: World, stream: bool) -> None:
-    answer = world.client.completions.create(
-        model=MODEL,
-        prompt=["ab", "xyz"],
-        n=2,
-        max_tokens=4,
-        seed=2**63 - 1,
-        stream=stream,
-        stream_options={"include_usage": True} if stream else openai.omit,
-    )
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    answer = world.complete(prompt=["ab", "xyz"], n=2, max_tokens=4, seed=2**63 - 1, stream=stream, **options)
     texts = [""] * 4
     for part in answer if stream else [answer]:
         for choice in part.choices:
@@ -124,7 +111,7 @@ def test_the_best_answers_are_the_likeliest_on_average(world: World, monkeypatch
         return made._replace(logprob=[-3.0, -1.0, -2.0][choice])
 
     monkeypatch.setattr(world.decode, "_token", scored)
-    answer = world.client.completions.create(model=MODEL, prompt="x", best_of=3, n=2)
+    answer = world.complete(prompt="x", best_of=3, n=2)
     assert [choice.text for choice in answer.choices] == ["B", "C"]
     assert [choice.logprobs for choice in answer.choices] == [None, None]
     assert answer.usage.completion_tokens == 3
@@ -140,27 +127,23 @@ def test_of_a_prompt_the_end_is_kept(world: World, kept: int, text: str) -> None
 def test_the_stop_string_or_token_may_be_part_of_the_text(world: World) -> None:
     world.decode.chunks = [list(b"abEN"), list(b"Dx")]
     include = {"include_stop_str_in_output": True}
-    answer = world.client.completions.create(model=MODEL, prompt="x", stop="END", extra_body=include)
+    answer = world.complete(prompt="x", stop="END", extra_body=include)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("abEND", "stop")
     world.decode.chunks = [list(b"ab"), [99]]
     stopping = {"stop_token_ids": [99], **include}
-    assert world.client.completions.create(model=MODEL, prompt="x", extra_body=stopping).choices[0].text == "abc"
+    assert world.complete(prompt="x", extra_body=stopping).choices[0].text == "abc"
 
 
 def test_a_stop_string_counts_from_the_least_number_of_tokens_on(world: World) -> None:
     world.decode.chunks = [[byte] for byte in b"aXbXcX"]
-    answer = world.client.completions.create(
-        model=MODEL, prompt="x", stop="X", max_tokens=9, extra_body={"min_tokens": 3}
-    )
+    answer = world.complete(prompt="x", stop="X", max_tokens=9, extra_body={"min_tokens": 3})
     assert answer.choices[0].text == "aXb"
 
 
 def test_special_tokens_may_be_part_of_the_text(world: World) -> None:
     world.decode.chunks = [[97, EOS, 98]]
     for skips, text in ((True, "ab"), (False, "a<eos>b")):
-        answer = world.client.completions.create(
-            model=MODEL, prompt="x", extra_body={"ignore_eos": True, "skip_special_tokens": skips}
-        )
+        answer = world.complete(prompt="x", extra_body={"ignore_eos": True, "skip_special_tokens": skips})
         assert answer.choices[0].text == text
 
 

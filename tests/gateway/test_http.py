@@ -22,7 +22,7 @@ def _reset(world: World) -> None:
 
 
 def test_completion(world: World) -> None:
-    answer = world.client.completions.create(model=MODEL, prompt="héllo", max_tokens=9, seed=-1, temperature=0.5)
+    answer = world.complete(prompt="héllo", max_tokens=9, seed=-1, temperature=0.5)
     assert answer.id.startswith("cmpl-")
     assert answer.choices[0].text == "héllohé"
     assert answer.choices[0].finish_reason == "length"
@@ -36,8 +36,8 @@ def test_completion(world: World) -> None:
 
 
 def test_defaults(world: World) -> None:
-    world.client.completions.create(model=MODEL, prompt="a", extra_body={"top_k": -1, "user": "me"})
-    world.client.completions.create(model=MODEL, prompt="a" * (CONTEXT - 3))
+    world.complete(prompt="a", extra_body={"top_k": -1, "user": "me"})
+    world.complete(prompt="a" * (CONTEXT - 3))
     assert [g.max_new_tokens for g in world.decode.generated] == [16, 3]
     assert world.decode.generated[0].sampling.top_k == 0
 
@@ -84,9 +84,9 @@ def test_an_answer_of_the_client_may_be_sent_back_as_it_came(world: World) -> No
 
 def test_stop_token_ids_end_an_answer_beside_the_models_own(world: World) -> None:
     stopping = {"stop_token_ids": [99]}
-    answer = world.client.completions.create(model=MODEL, prompt="abc", extra_body=stopping)
+    answer = world.complete(prompt="abc", extra_body=stopping)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("ab", "stop")
-    world.client.completions.create(model=MODEL, prompt="abc", extra_body=stopping | {"ignore_eos": True})
+    world.complete(prompt="abc", extra_body=stopping | {"ignore_eos": True})
     assert [g.stop_token_ids for g in world.decode.generated] == [(EOS, 99), (99,)]
 
 
@@ -96,17 +96,13 @@ def test_fields_that_ask_for_nothing_are_accepted(world: World) -> None:
         own = {name: values[0] if values else None for name, values in fields.items()}
         return {**own, **dict.fromkeys(HARMLESS, "x")}
 
-    world.client.completions.create(model=MODEL, prompt="a", extra_body=idle(CompletionRequest))
+    world.complete(prompt="a", extra_body=idle(CompletionRequest))
     turns = [{"role": "user", "content": "hi"}]
     world.client.chat.completions.create(model=MODEL, messages=turns, extra_body=idle(ChatCompletionRequest))
 
 
 def test_streaming_completion(world: World) -> None:
-    chunks = list(
-        world.client.completions.create(
-            model=MODEL, prompt="né", max_tokens=6, stream=True, stream_options={"include_usage": True}
-        )
-    )
+    chunks = list(world.complete(prompt="né", max_tokens=6, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == "néné"
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * 5 + ["length"]
     assert all(chunk.usage is None for chunk in chunks[:-1])
@@ -124,7 +120,7 @@ def test_streamed_token_ids_are_each_chunks_own(world: World) -> None:
 
 
 def test_completion_logprobs(world: World) -> None:
-    answer = world.client.completions.create(model=MODEL, prompt="ab", max_tokens=2, logprobs=2)
+    answer = world.complete(prompt="ab", max_tokens=2, logprobs=2)
     logprobs = answer.choices[0].logprobs
     assert logprobs.tokens == ["a", "b"]
     assert logprobs.token_logprobs == [-0.5, -0.5]
@@ -159,7 +155,7 @@ def test_the_bytes_of_tokens_make_up_the_text(world: World) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_text_offsets_are_places_in_the_text(world: World, stream: bool) -> None:
     world.decode.chunks = [list("a你".encode()), list("🙂bEN".encode()), list(b"D")]
-    answer = world.client.completions.create(model=MODEL, prompt="x", logprobs=0, stop="END", stream=stream)
+    answer = world.complete(prompt="x", logprobs=0, stop="END", stream=stream)
     parts = [part.choices[0] for part in answer] if stream else [answer.choices[0]]
     assert "".join(part.text for part in parts) == "a你🙂b"
     offsets = [offset for part in parts for offset in part.logprobs.text_offset]
@@ -168,25 +164,25 @@ def test_text_offsets_are_places_in_the_text(world: World, stream: bool) -> None
 
 def test_stop_token_is_counted_but_not_shown(world: World) -> None:
     world.decode.chunks = [[104], [105, EOS], [106]]
-    answer = world.client.completions.create(model=MODEL, prompt="x")
+    answer = world.complete(prompt="x")
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("hi", "stop")
     assert answer.usage.completion_tokens == 3
-    ignoring = world.client.completions.create(model=MODEL, prompt="x", extra_body={"ignore_eos": True})
+    ignoring = world.complete(prompt="x", extra_body={"ignore_eos": True})
     assert (ignoring.choices[0].text, ignoring.choices[0].finish_reason) == ("hij", "length")
 
 
 def test_stop_string_across_tokens(world: World) -> None:
     world.decode.chunks = [list(b"ab"), list(b"cE"), list(b"N"), list(b"Dxy"), list(b"z")]
-    answer = world.client.completions.create(model=MODEL, prompt="x", stop=["END", "nowhere"])
+    answer = world.complete(prompt="x", stop=["END", "nowhere"])
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("abc", "stop")
     assert answer.usage.completion_tokens == 6
-    chunks = list(world.client.completions.create(model=MODEL, prompt="x", stop="END", stream=True))
+    chunks = list(world.complete(prompt="x", stop="END", stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == "abc"
 
 
 def test_stop_string_stops_the_decode_node(world: World) -> None:
     world.decode.hold_after = 6
-    answer = world.client.completions.create(model=MODEL, prompt="abc", max_tokens=100, stop="bc")
+    answer = world.complete(prompt="abc", max_tokens=100, stop="bc")
     assert answer.choices[0].text == "a"
     # Those of requests before this test may come late.
     wait_until(lambda: world.decode.cancelled.count(answer.id) == 1)
@@ -198,7 +194,7 @@ def test_client_exceptions(world: World) -> None:
     assert unknown.value.code == "model_not_found"
     assert len(str(unknown.value)) < 1000, "what a client has sent is not sent back whole"
     with pytest.raises(openai.BadRequestError) as too_long:
-        world.client.completions.create(model=MODEL, prompt="a", max_tokens=CONTEXT)
+        world.complete(prompt="a", max_tokens=CONTEXT)
     assert too_long.value.code == "context_length_exceeded"
 
 
@@ -225,7 +221,7 @@ def test_many_at_once(world: World) -> None:
     prompts = [f"<{i}>" for i in range(32)]
 
     def complete(prompt: str) -> str:
-        stream = world.client.completions.create(model=MODEL, prompt=prompt, max_tokens=40, stream=True)
+        stream = world.complete(prompt=prompt, max_tokens=40, stream=True)
         return "".join(chunk.choices[0].text for chunk in stream)
 
     with ThreadPoolExecutor(16) as pool:
@@ -240,10 +236,10 @@ def test_lost_repeated_outputs(world: World, monkeypatch: pytest.MonkeyPatch) ->
         Output(request_id="-", start=1, tokens=(Token(token_id=98),)),
         Output(request_id="-", start=3, finish_reason="length"),
     ]
-    assert world.client.completions.create(model=MODEL, prompt="x").choices[0].text == "abc"
+    assert world.complete(prompt="x").choices[0].text == "abc"
     world.decode.extra_outputs = [Output(request_id="-", start=4, tokens=(Token(token_id=98),))]
     with pytest.raises(openai.InternalServerError, match="tokens 2 to 3 were lost"):
-        world.client.completions.create(model=MODEL, prompt="x")
+        world.complete(prompt="x")
     wait_until(lambda: world.decode.cancelled.count(world.decode.generated[1].request_id) == 1)
 
 
@@ -254,7 +250,7 @@ def test_metrics(world: World) -> None:
 
     grows = ['requests_finished_total{reason="length"}', "ttft_seconds_count", "inter_token_seconds_count"]
     before = [sample(name) for name in grows]
-    world.client.completions.create(model=MODEL, prompt="x")
+    world.complete(prompt="x")
     assert [sample(name) - was for name, was in zip(grows, before, strict=True)] == [1, 1, 15]
     assert sample('nodes{role="decode"}') == 1
     assert sample('requests{state="running"}') == 0

@@ -5,7 +5,7 @@ import pytest
 from control.messages import Output, Resend, Token
 from gateway import decode_client
 from tests.gateway.nodes import wait_until
-from tests.gateway.world import MODEL, World
+from tests.gateway.world import World
 
 NEVER = 1000
 """More often than a gateway asks again."""
@@ -39,7 +39,7 @@ def test_the_end_of_a_request_is_answered_each_time_and_counts_once(fresh: World
 )
 def test_lost_tokens_are_asked_for_again(fresh: World, stream: bool, lost: set[int], asked_from: list[int]) -> None:
     lose(fresh, 8, *lost)
-    answer = fresh.client.completions.create(model=MODEL, prompt="x", max_tokens=8, stream=stream, logprobs=2)
+    answer = fresh.complete(prompt="x", max_tokens=8, stream=stream, logprobs=2)
     choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
     assert "".join(choice.text for choice in choices) == "abcdefgh"
     logprobs = [logprob for choice in choices if choice.logprobs for logprob in choice.logprobs.token_logprobs]

@@ -8,15 +8,7 @@ import pytest
 
 from control.messages import FinishReason, Output, Token
 from tests.gateway.nodes import FakeDecodeNode, wait_until
-from tests.gateway.world import World
-
-CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}
-ENDPOINTS = {
-    "/v1/completions": {"prompt": "abc", "max_tokens": 6},
-    "/v1/chat/completions": CHAT,
-    "/v1/responses": {"input": "hi", "max_output_tokens": 6},
-    "/v1/messages": CHAT,
-}
+from tests.gateway.world import ENDPOINTS, World
 
 
 def restart(world: World, **script: Any) -> FakeDecodeNode:

@@ -8,20 +8,12 @@ import pytest
 
 from gateway.requests.generation import MAX_PRIORITY
 from tests.gateway.test_access import key_file, refused
-from tests.gateway.world import World
-
-BODY = {"prompt": "abc", "max_tokens": 2}
+from tests.gateway.world import ENDPOINTS, World
 
 
 def posted(world: World, priority: int, key: str = "none", path: str = "/v1/completions") -> httpx.Response:
-    body = {
-        "/v1/completions": BODY,
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
-        "/v1/responses": {"input": "a", "max_output_tokens": 16},
-        "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
-    }[path]
     headers = {"Authorization": f"Bearer {key}"}
-    return world.http.post(path, json={**body, "priority": priority}, headers=headers)
+    return world.http.post(path, json={**ENDPOINTS[path], "priority": priority}, headers=headers)
 
 
 @pytest.fixture
@@ -30,7 +22,7 @@ def keyed(start_world: Callable[..., World], tmp_path: Path) -> World:
     return start_world(api_keys=("other",), priority_key_file=key_file(tmp_path, "first\n"))
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("path", ENDPOINTS)
 def test_a_key_goes_first_only_if_it_is_allowed_to(keyed: World, path: str) -> None:
     answer = posted(keyed, -1, "other", path)
     assert answer.status_code == 403

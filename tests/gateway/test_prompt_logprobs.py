@@ -7,7 +7,7 @@ import pytest
 
 from control.prompt_logprobs import MAX_PROMPT_LOGPROBS
 from tests.gateway.nodes import FakeDecodeNode
-from tests.gateway.world import BOS, MODEL, World, chunks_of
+from tests.gateway.world import BOS, World, chunks_of
 
 
 def complete(http: httpx.Client, **fields: Any) -> Any:
@@ -63,7 +63,7 @@ def test_choices_of_one_prompt_share_those_of_the_first(fresh: World, fields: di
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_echo_has_those_of_the_prompt_in_front(fresh: World, stream: bool) -> None:
     fresh.decode.chunks = [list("é!".encode()), [100]]
-    answer = fresh.client.completions.create(model=MODEL, prompt="aéb", echo=True, logprobs=1, n=2, stream=stream)
+    answer = fresh.complete(prompt="aéb", echo=True, logprobs=1, n=2, stream=stream)
     choices = [chunk.choices[0] for chunk in answer if chunk.choices] if stream else answer.choices
     for index in (0, 1):
         own = [choice for choice in choices if choice.index == index]

@@ -34,9 +34,7 @@ def test_nodes_are_told_the_structure(fresh: World, fields: dict[str, Any], stru
 
 
 def test_text_is_free_by_default(fresh: World) -> None:
-    assert (
-        fresh.http.post("/v1/completions", json={"prompt": "a", "response_format": {"type": "text"}}).status_code == 200
-    )
+    assert fresh.post(response_format={"type": "text"}).status_code == 200
     assert fresh.decode.generated[0].grammar is None
 
 

@@ -59,6 +59,15 @@ WEATHER: dict[str, Any] = {
 }
 QUESTION: dict[str, Any] = {"role": "user", "content": "How is it in Rome?"}
 
+_CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}
+ENDPOINTS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "abc", "max_tokens": 6},
+    "/v1/chat/completions": _CHAT,
+    "/v1/responses": {"input": "hi", "max_output_tokens": 6},
+    "/v1/messages": _CHAT,
+}
+"""Bodies for six tokens."""
+
 
 def held_answers(per_request: int = 1 << 30, total: int = 1 << 30) -> HeldAnswers:
     """What a gateway counts answers with; by default it takes all."""
@@ -237,6 +246,10 @@ class World:
     def chat(self, *messages: dict[str, Any], **fields: Any) -> Any:
         fields = {"max_tokens": 4096, "tools": [WEATHER], **fields}
         return self.client.chat.completions.create(model=MODEL, messages=list(messages), **fields)
+
+    def complete(self, **fields: Any) -> Any:
+        """Ask for a completion by the official client."""
+        return self.client.completions.create(model=MODEL, **fields)
 
     def post(self, **fields: Any) -> httpx.Response:
         """Ask for a completion."""
