@@ -151,7 +151,7 @@ class FieldPolicy:
 
     def _unknown(self, name: str, path: str) -> None:
         if self._strict:
-            raise wrong(path + name, "not known here")
+            raise wrong(path + brief(name), "not known here")
         short = name[:_MOST_CHARACTERS]
         if short not in self._logged and len(self._logged) < _MOST_NAMES:
             self._logged.add(short)

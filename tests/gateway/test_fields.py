@@ -204,6 +204,9 @@ def test_fields_that_nobody_knows_can_be_refused() -> None:
     policy.check({"user": "me", "nothing": None}, {})
     with pytest.raises(ApiError, match=r"messages\.0\.brand_new: not known here"):
         policy.check({"brand_new": 1}, {}, "messages.0.")
+    with pytest.raises(ApiError) as refused:
+        policy.check({"x" * 80_000: 1}, {})
+    assert len(str(refused.value.body())) < 1000, "what a client has sent is not sent back whole"
 
 
 def test_a_request_with_unknown_fields_is_answered(world: World) -> None:
