@@ -1,5 +1,6 @@
 """The HTTP routes of OpenAI's, Anthropic's and vLLM's APIs, and error responses."""
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 
@@ -84,7 +85,9 @@ class ApiServer:
             raise reason
         counted.prompt(prepared.prompt_tokens)
         scope["usage"].prompt(client, prepared.prompt_tokens)
-        answer = endpoint.renderer(prepared, completer.model, completer.tokenizer, held)
+        renderer = partial(endpoint.renderer, prepared, completer.model, completer.tokenizer, held)
+        # Prompts of token ids that are repeated are decoded, which may take long.
+        answer = await asyncio.to_thread(renderer) if getattr(prepared.request, "echo", None) else renderer()
         if not prepared.request.stream:
             return WholeAnswer(await completer.whole(prepared, answer, held), prepared.request_id, held)
         assert isinstance(answer, StreamedAnswer)

@@ -143,7 +143,10 @@ class FieldPolicy:
                 continue
             if name not in neutral:
                 self._unknown(name, path)
-            elif not any(_same(value, other) for other in neutral[name]):
+            # Equal, where 1 does not equal true.
+            elif not any(
+                value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral[name]
+            ):
                 allowed = " or ".join(map(repr, neutral[name]))
                 other_than = f" other than {allowed}, found {shown(value)}" if allowed else ""
                 message = f"{path}{name}: not supported here{other_than}"
@@ -156,11 +159,6 @@ class FieldPolicy:
         if short not in self._logged and len(self._logged) < _MOST_NAMES:
             self._logged.add(short)
             log.warning("ignored a field of requests that is not known", field=short)
-
-
-def _same(value: Any, other: Any) -> bool:
-    """Equal, where 1 does not equal true."""
-    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
 OTHER_KIND = "other_kind"
