@@ -70,6 +70,7 @@ class ServePlan:
     def url(self) -> str:
         """The gateway's address on this machine."""
         host = LOOPBACK if self.config.host in ("0.0.0.0", "::") else self.config.host
+        host = f"[{host}]" if ":" in host else host
         return f"{'https' if self.config.ssl_certfile else 'http'}://{host}:{self.port}"
 
     def children(self) -> list[Child]:

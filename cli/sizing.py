@@ -8,7 +8,7 @@ no checkpoint are needed.
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
-from textwrap import fill, indent
+from textwrap import fill, indent, wrap
 
 import torch
 from transformers import AutoConfig
@@ -333,13 +333,9 @@ def commands(config: SizingConfig) -> list[str]:
 def _wrapped(words: str, last: str = "") -> str:
     """A command of several lines for a shell. Flags stay with their values."""
     flags = words.replace(" --", "\n--").splitlines() + [last] * bool(last)
-    lines = [flags[0]]
-    for flag in flags[1:]:
-        if len(lines[-1]) + len(flag) + len("  \\") <= _COLUMNS:
-            lines[-1] += f" {flag}"
-        else:
-            lines.append(f"    {flag}")
-    return " \\\n".join(lines)
+    glued = " ".join(flag.replace(" ", "\0") for flag in flags)
+    lines = wrap(glued, _COLUMNS - len(" \\"), subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return " \\\n".join(lines).replace("\0", " ")
 
 
 def report(config: SizingConfig) -> str:

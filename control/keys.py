@@ -82,9 +82,10 @@ class AllowList:
     def _read(self) -> None:
         seen = {}
         for entry in os.scandir(self._directory):
-            if entry.name.endswith(".key"):
+            if entry.name.endswith(".key") and entry.is_file():
                 stat = entry.stat()
-                seen[Path(entry.path)] = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+                # The time of a change of the mode, too: it may make a file readable.
+                seen[Path(entry.path)] = (stat.st_ino, stat.st_ctime_ns, stat.st_size)
         if seen == self._seen:
             return
         roles: dict[str, Role] = {}

@@ -4,6 +4,7 @@ Tokens are a bucket for each name of a key, or for each key without one: it hold
 request may overdraw it, so the largest prompt is served, too. Time is an argument.
 """
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -15,10 +16,10 @@ from gateway.preparer import PreparedRequest
 
 @dataclass
 class _Account:
-    """left: tokens that may be used, below 0 if they are overdrawn, at the time `at`."""
+    """left: tokens that may be used, below 0 if they are overdrawn, at the time `at`. Keys without a limit leave it."""
 
-    left: float
-    at: float
+    left: float = math.inf
+    at: float = 0.0
     serving: int = 0
 
 
@@ -58,7 +59,7 @@ class ClientUsage:
         """Count tokens. kind: prompt or generated, both of which the limit counts, or cached: those of prompts."""
         if client.name is not None:
             self._metrics.client_tokens.labels(client.name, kind).inc(tokens)
-        if kind != "cached":
+        if kind != "cached" and client.tokens_per_minute is not None:
             self._account(client, now).left -= tokens
 
     def _check_tokens(self, client: Client, now: float) -> None:
@@ -71,12 +72,12 @@ class ClientUsage:
     def _account(self, client: Client, now: float) -> _Account:
         """The account of a key, up to date. That of a key without limits is not kept."""
         if client.max_concurrent_requests is None and client.tokens_per_minute is None:
-            return _Account(0, now)
-        rate = client.tokens_per_minute or 0
+            return _Account()
         name = client.key if client.name == UNNAMED else client.name or ""
-        account = self._accounts.setdefault(name, _Account(rate, now))
-        account.left = min(rate, account.left + (now - account.at) * rate / 60)
-        account.at = now
+        account = self._accounts.setdefault(name, _Account())
+        if (rate := client.tokens_per_minute) is not None:
+            account.left = min(rate, account.left + (now - account.at) * rate / 60)
+            account.at = now
         return account
 
     def _refused(self, reason: str, state: str, retry_after: float) -> ApiError:

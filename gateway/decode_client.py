@@ -216,21 +216,15 @@ class DecodeClient:
             message = pending.message()
             generated = max(len(one.generated) for one in pending.unanswered.values())
             prompt_tokens = len(message.prompt_ids) + generated
-            prefill_nodes = self._registry.rank_prefill(now, prompt_tokens, group_pending.cached)
-            for_prefill = {
-                "prefill_nodes": tuple(prefill_nodes),
-                "longest_prompts": self._registry.longest_prompts(now),
-                "prefill_ranks": self._registry.prefill_ranks(now),
-            }
+            for_prefill = self._registry.for_prefill(now, prompt_tokens, group_pending.cached)
             pending.key = _key("generate", message.request_id, pending.node)
             self._control.repeat(pending.key, pending.node, message.model_copy(update=for_prefill))
             for request_id in pending.unanswered:
                 self.attempts[request_id].generation.span.note(
                     lambda: {"candidates": self._registry.candidates("prefill", now, group_pending.cached)}
                 )
-            if prefill_nodes:
-                to_compute = prompt_tokens - group_pending.cached.get(prefill_nodes[0].boot_id, 0)
-                self._registry.assign(prefill_nodes[0], to_compute)
+            if nodes := for_prefill["prefill_nodes"]:
+                self._registry.assign(nodes[0], prompt_tokens - group_pending.cached.get(nodes[0].boot_id, 0))
 
     def _end(self, attempt: Attempt) -> None:
         """The one way in which an attempt ends."""

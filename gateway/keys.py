@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from base.errors import StartupError
 from gateway.config import API_KEYS_VARIABLE
@@ -109,14 +110,9 @@ def _key(words: Sequence[str], source: str, rights: Client) -> _Key:
             f"{source}: expected KEY on a line, and after it at most name=NAME (up to 64 letters, digits, '_', '.', "
             "'-'), max-concurrent-requests=NUMBER and tokens-per-minute=NUMBER (1 and more)"
         )
-    requests, tokens = (settings.get(limit) for limit in ("max-concurrent-requests", "tokens-per-minute"))
-    client = replace(
-        rights,
-        name=settings.get("name", UNNAMED),
-        max_concurrent_requests=None if requests is None else int(requests),
-        tokens_per_minute=None if tokens is None else int(tokens),
-    )
-    return _digest(words[0], source), client
+    name = settings.pop("name", UNNAMED)
+    limits: dict[str, Any] = {setting.replace("-", "_"): int(number) for setting, number in settings.items()}
+    return _digest(words[0], source), replace(rights, name=name, **limits)
 
 
 def _digest(key: str, source: str) -> bytes:

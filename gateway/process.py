@@ -101,12 +101,10 @@ class Gateway:
         check_clients(config.host, keys is not None, config.insecure)
         check_processes("--control-host", config.bound_control_host, config.key_dir, config.insecure)
         with ExitStack() as opened:
-            self._listener = opened.enter_context(bind_http(config.host, config.port))
-            self._metrics_listener = (
-                None
-                if config.metrics_port is None
-                else opened.enter_context(bind_http(config.host, config.metrics_port, "--metrics-port"))
-            )
+            self._listeners = [opened.enter_context(bind_http(config.host, config.port))]
+            if config.metrics_port is not None:
+                listener = bind_http(config.host, config.metrics_port, "--metrics-port")
+                self._listeners.append(opened.enter_context(listener))
             tokenizer = CheckpointTokenizer(str(config.model_path), config.chat_template)
             context_length = _context_length(config, tokenizer)
             limits = _request_limits(config, context_length)
@@ -152,7 +150,7 @@ class Gateway:
         if config.status_page:
             self._cluster = ClusterStatus(self.registry, self._client, self._unready_reason)
             app.include_router(status_page_router(self._cluster, keys, self.metrics.http_refused))
-        metrics_app = app if self._metrics_listener is None else FastAPI(openapi_url=None)
+        metrics_app = app if config.metrics_port is None else FastAPI(openapi_url=None)
         metrics_app.include_router(metrics_router(self.metrics, self._refresh))
         self._answers = HeldAnswers(
             config.max_answer_mib << 20, config.max_total_answer_mib << 20, self.metrics.answers_ended
@@ -163,16 +161,15 @@ class Gateway:
         )
         self._http = HttpServer(
             AccessLog(self._admission, self.metrics.http_requests, self.tracer),
-            self._listener,
+            self._listeners[0],
             ConnectionLimits(connections, config.header_timeout, max_message_bytes=limits.max_body_bytes),
             self.metrics.http_refused,
             tls=None if tls is None else tls.get,
             stop_timeout=5,
         )
         self._servers = [self._http]
-        if self._metrics_listener is not None:
-            limited = ConnectionLimits()
-            self._servers.append(HttpServer(metrics_app, self._metrics_listener, limited, self.metrics.http_refused))
+        for listener in self._listeners[1:]:
+            self._servers.append(HttpServer(metrics_app, listener, ConnectionLimits(), self.metrics.http_refused))
         self._sizes = {
             "http": f"{config.host}:{self.port}",
             "tls": tls is not None,
@@ -186,11 +183,11 @@ class Gateway:
 
     @property
     def metrics_port(self) -> int:
-        return int((self._metrics_listener or self._listener).getsockname()[1])
+        return int(self._listeners[-1].getsockname()[1])
 
     @property
     def port(self) -> int:
-        return int(self._listener.getsockname()[1])
+        return int(self._listeners[0].getsockname()[1])
 
     async def serve(self) -> None:
         """Serve until told to stop, drain, and end the requests that are left, also at the decode nodes."""

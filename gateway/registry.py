@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from base.block_hashes import BLOCK_TOKENS, BlockHashes
 from control.messages import (
@@ -114,9 +114,7 @@ class NodeRegistry:
         return HeartbeatAck(
             via=beat.via,
             known=True,
-            prefill_nodes=tuple(self.rank_prefill(now)),
-            longest_prompts=self.longest_prompts(now),
-            prefill_ranks=self.prefill_ranks(now),
+            **self.for_prefill(now),
             leaving=tuple(n.peer.boot_id for n in self.nodes.values() if n.offer.role == "prefill" and n.leaving),
             cache_serial=None if self._caches is None else self._caches.serial(peer.boot_id),
         )
@@ -158,13 +156,19 @@ class NodeRegistry:
         node = self._find(peer)
         return "" if node is None else node.offer.rank_group
 
-    def rank_prefill(
+    def for_prefill(
         self, now: float, prompt_tokens: int = 0, cached: Mapping[str, int] = _NOTHING_CACHED
-    ) -> list[Peer]:
-        """Ready prefill nodes, the best first; those that take no such prompt come last. cached: by boot id."""
+    ) -> dict[str, Any]:
+        """Fields of messages to decode nodes: ready prefill nodes, the best first. Those that take no such prompt come
+        last. cached, the longest prompt that each takes, and the other ranks of each that has some: by boot id."""
         ready = self._ready_prefill(now)
         able = [node for node in ready if node.offer.max_request_tokens >= prompt_tokens]
-        return _ranked(able, cached) + _ranked([node for node in ready if node not in able], cached)
+        others = [node for node in ready if node.offer.max_request_tokens < prompt_tokens]
+        return {
+            "prefill_nodes": (*_ranked(able, cached), *_ranked(others, cached)),
+            "longest_prompts": {node.peer.boot_id: node.offer.max_request_tokens for node in ready},
+            "prefill_ranks": {node.peer.boot_id: node.offer.ranks for node in ready if node.offer.ranks},
+        }
 
     def candidates(self, role: Role, now: float, cached: Mapping[str, int]) -> list[str]:
         """For traces, the nodes that can take requests with what they are chosen by. cached: by boot id."""
@@ -179,14 +183,6 @@ class NodeRegistry:
         """What changed in the prefix cache of a node that is registered."""
         if self._caches is not None and self.knows(peer):
             self._caches.apply(peer.boot_id, update)
-
-    def longest_prompts(self, now: float) -> dict[str, int]:
-        """The longest prompt that each ready prefill node takes, by boot id."""
-        return {node.peer.boot_id: node.offer.max_request_tokens for node in self._ready_prefill(now)}
-
-    def prefill_ranks(self, now: float) -> dict[str, tuple[Peer, ...]]:
-        """The other ranks of each ready prefill node that has some, by boot id."""
-        return {node.peer.boot_id: node.offer.ranks for node in self._ready_prefill(now) if node.offer.ranks}
 
     def assign(self, peer: Peer, tokens: int) -> None:
         """Count work sent to a node until its next heartbeat reports it."""

@@ -1,5 +1,6 @@
 """The HTTP routes of OpenAI's, Anthropic's and vLLM's APIs, and error responses."""
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 
@@ -80,11 +81,13 @@ class ApiServer:
         access.prepared = prepared
         if turn is not None:
             turn.response_id = prepared.request_id
-        scope["usage"].prompt(client, prepared.prompt_tokens)
-        counted.prompt(prepared.prompt_tokens)
         if reason := self._rejection_reason():
             raise reason
-        answer = endpoint.renderer(prepared, completer.model, completer.tokenizer, held)
+        counted.prompt(prepared.prompt_tokens)
+        scope["usage"].prompt(client, prepared.prompt_tokens)
+        renderer = partial(endpoint.renderer, prepared, completer.model, completer.tokenizer, held)
+        # Prompts of token ids that are repeated are decoded, which may take long.
+        answer = await asyncio.to_thread(renderer) if getattr(prepared.request, "echo", None) else renderer()
         if not prepared.request.stream:
             return WholeAnswer(await completer.whole(prepared, answer, held), prepared.request_id, held)
         assert isinstance(answer, StreamedAnswer)

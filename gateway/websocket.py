@@ -5,6 +5,7 @@ HTTP's. Here events become messages, and the last conversation is kept for `prev
 """
 
 import asyncio
+import json
 import time
 from collections import Counter
 
@@ -48,7 +49,7 @@ class Turn:
 
     def body(self, asked: ResponseCreate) -> bytes:
         """The body of the POST, with the whole conversation. Raises ApiError. Any thread may call it."""
-        items = encode_json(asked.items)
+        items = _as_given(asked.items)
         if (wanted := asked.previous_response_id) is not None:
             if self._earlier is None or self._earlier.response_id != wanted:
                 text = (
@@ -60,7 +61,7 @@ class Turn:
             output = orjson.loads(self._earlier.done)["response"]["output"]
             items = _joined(self._earlier.items, encode_json(output), items)
         self._earlier, self.items = None, items
-        return b'%b,"input":%b}' % (encode_json({**(asked.model_extra or {}), "stream": True})[:-1], items)
+        return b'%b,"input":%b}' % (_as_given({**(asked.model_extra or {}), "stream": True})[:-1], items)
 
     async def receive(self) -> Message:
         body, self._unread = self._unread, None
@@ -212,6 +213,11 @@ class ResponseSocket:
 def error_event(status: int, error: ErrorDetail) -> bytes:
     """The event of an error. Its code is never missing here."""
     return encode_json({"type": "error", "status": status, "error": {**error, "code": error["code"] or error["type"]}})
+
+
+def _as_given(value: object) -> bytes:
+    """JSON of what a message has. Numbers that are not finite stay, for the POST to refuse."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _joined(*lists: bytes) -> bytes:

@@ -49,7 +49,8 @@ def _version(path: Path) -> tuple[int, int, int] | None:
         status = path.stat()
     except OSError:
         return None
-    return status.st_mtime_ns, status.st_ino, status.st_size
+    # Not the time of the last write: a file that everyone could read is used once its mode has changed.
+    return status.st_ctime_ns, status.st_ino, status.st_size
 
 
 def server_tls(certfile: Path | None, keyfile: Path | None) -> WatchedFiles[ssl.SSLContext] | None:

@@ -1,7 +1,8 @@
 """An answer as a sequence of blocks: reasoning, text and calls. Formats differ only in how they write them."""
 
 from abc import ABC
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from io import StringIO
 from typing import Literal
 
 from gateway.answers.streamed import CHARACTER_BYTES, Answer
@@ -15,10 +16,15 @@ class Block:
 
     kind: Literal["reasoning", "text", "call"]
     number: int
-    text: str = ""
     complete: bool = False
     call_id: str = ""
     name: str = ""
+    written: StringIO = field(default_factory=StringIO)
+    """The text, which grows: adding to a string takes as long as the string is."""
+
+    @property
+    def text(self) -> str:
+        return self.written.getvalue()
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ class BlockAnswer(Answer, ABC):
         self._parser = self._reading.parser(whole=not self.prepared.request.stream)
         self._blocks: list[Block] = []
         self._open: Block | None = None
-        self._space = ""
+        self._space: list[str] = []
         """White space that may begin a text."""
         self._output_tokens = 0
         self._reasoning_tokens = 0
@@ -79,7 +85,7 @@ class BlockAnswer(Answer, ABC):
                 self._read(event, changes)
             if self._space and not self._blocks:
                 # There is nothing else.
-                self._grow("text", self._space, changes)
+                self._grow("text", "".join(self._space), changes)
             self._close(changes, ended=delta.finish_reason == "stop")
         return changes
 
@@ -99,22 +105,22 @@ class BlockAnswer(Answer, ABC):
 
     def _content(self, text: str, changes: list[Change]) -> None:
         if self._open is None or self._open.kind != "text":
-            self._space += text
-            if text := "" if self._space.isspace() else self._space:
-                self._space = ""
-        if text:
-            self._grow("text", text, changes)
+            self._space.append(text)
+            if text.isspace():
+                return
+            text = "".join(self._space)
+        self._grow("text", text, changes)
 
     def _grow(self, kind: Literal["reasoning", "text", "call"], text: str, changes: list[Change]) -> None:
         if self._open is None or self._open.kind != kind:
             self._begin(Block(kind, len(self._blocks)), changes)
         assert self._open is not None
-        self._open.text += text
+        self._open.written.write(text)
         changes.append(Change("grew", self._open, text))
 
     def _begin(self, block: Block, changes: list[Change]) -> None:
         self._close(changes)
-        self._space = ""
+        self._space.clear()
         self._open = block
         self._blocks.append(block)
         changes.append(Change("opened", block))

@@ -3,7 +3,8 @@
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import ClassVar, TypeAlias
 
 from gateway.formats.conversation import to_json
@@ -179,15 +180,17 @@ class CallParser(PieceReader, ABC):
             if self._tools:
                 at = self._text.find(self.opener, self._pos)
                 end = at if at >= 0 else end - overlap(self._text, self._pos, self.opener)
-                visible = self._pos + len(self._text[self._pos : end].rstrip())
-                self._give_content(self._text[self._pos : visible])
-                self._pos = visible
+                if visible := len(self._text[self._pos : end].rstrip()):
+                    self._take(visible)
+                    self._give_taken()
+                # White space waits there, and is not looked at again.
+                self._take(end - self._pos)
                 if at >= 0:
-                    self._take(at + len(self.opener) - self._pos)
+                    self._take(len(self.opener))
                     return True
             if self._finished or not self._tools:
-                self._give_content(self._text[self._pos :])
-                self._pos = len(self._text)
+                self._take(len(self._text) - self._pos)
+                self._give_taken()
             if self._finished:
                 return False
             yield
@@ -196,7 +199,10 @@ class CallParser(PieceReader, ABC):
         self._events.append(ReasoningDelta(text))
         self._taken.clear()
 
-    def _give_content(self, text: str) -> None:
+    def _give_taken(self) -> None:
+        """Give out what was taken as content."""
+        text = "".join(self._taken)
+        self._taken.clear()
         if text and self._has_content:
             self._events.append(ContentDelta(text))
 
@@ -206,11 +212,10 @@ class CallParser(PieceReader, ABC):
         self._open = False
         self._keys.clear()
         self._waiting.clear()
-        text = "".join(self._taken)
-        self._taken.clear()
-        # White space after the last call of an answer that ends there.
-        if not (self._finished and self._calls and text.isspace()):
-            self._give_content(text)
+        if self._finished and self._calls and not "".join(self._taken).strip():
+            # White space after the last call of an answer that ends there.
+            self._taken.clear()
+        self._give_taken()
 
     # Calls.
 
@@ -300,14 +305,15 @@ class CallParser(PieceReader, ABC):
 
     def _give(self) -> list[Event]:
         """The events since the last time, neighbours of one kind put together."""
+        events, self._events = self._events, []
+        if len(events) < 2:  # as of most tokens
+            return events
         given: list[Event] = []
-        for event in self._events:
-            last = given[-1] if given else None
-            if isinstance(event, ContentDelta) and isinstance(last, ContentDelta):
-                given[-1] = ContentDelta(last.text + event.text)
-            elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.index == event.index:
-                given[-1] = CallArguments(last.index, last.text + event.text)
+        for _, kind in groupby(events, key=lambda event: (type(event), getattr(event, "index", None))):
+            first, *others = kind
+            if isinstance(first, ContentDelta | CallArguments):
+                texts = [first.text, *(other.text for other in others if isinstance(other, type(first)))]
+                given.append(replace(first, text="".join(texts)))
             else:
-                given.append(event)
-        self._events.clear()
+                given += [first, *others]
         return given

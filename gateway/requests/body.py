@@ -143,7 +143,10 @@ class FieldPolicy:
                 continue
             if name not in neutral:
                 self._unknown(name, path)
-            elif not any(_same(value, other) for other in neutral[name]):
+            # Equal, where 1 does not equal true.
+            elif not any(
+                value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral[name]
+            ):
                 allowed = " or ".join(map(repr, neutral[name]))
                 other_than = f" other than {allowed}, found {shown(value)}" if allowed else ""
                 message = f"{path}{name}: not supported here{other_than}"
@@ -151,16 +154,11 @@ class FieldPolicy:
 
     def _unknown(self, name: str, path: str) -> None:
         if self._strict:
-            raise wrong(path + name, "not known here")
+            raise wrong(path + brief(name), "not known here")
         short = name[:_MOST_CHARACTERS]
         if short not in self._logged and len(self._logged) < _MOST_NAMES:
             self._logged.add(short)
             log.warning("ignored a field of requests that is not known", field=short)
-
-
-def _same(value: Any, other: Any) -> bool:
-    """Equal, where 1 does not equal true."""
-    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
 OTHER_KIND = "other_kind"
@@ -226,6 +224,11 @@ JsonOrText = Annotated[Annotated[JsonObject, Tag("<other>")] | Annotated[str, Ta
 TextOrOther = Annotated[Annotated[_Text, Tag("<text>")] | Annotated[_T, Tag("<other>")], TEXT_OR_OTHER]
 TextOr = TextOrOther[str, list[_T]]
 """Text, or a list of pieces."""
+
+
+def text_of(content: Any) -> str:
+    """What a `TextOr` says, whose pieces have a text."""
+    return content if isinstance(content, str) else "\n".join(piece.text for piece in content or ())
 
 
 @dataclass(frozen=True)

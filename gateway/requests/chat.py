@@ -23,7 +23,7 @@ ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 
 def _content(value: object) -> str:
-    parts = value if isinstance(value, list) else [{"type": "text", "text": value or ""}]
+    parts = value if isinstance(value, list) else [{"type": "text", "text": "" if value is None else value}]
     texts: list[str] = []
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None

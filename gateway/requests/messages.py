@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from gateway.requests.body import JsonObject, KindsOf, Piece, TextOr
+from gateway.requests.body import JsonObject, KindsOf, Piece, TextOr, text_of
 from gateway.requests.chat import MAX_TOOLS, CallId, ChatCompletionRequest, ConvertedRequest, ToolName, chat_call
 from gateway.requests.generation import StopStrings
 
@@ -171,20 +171,17 @@ class CountTokensRequest(ConvertedRequest):
         if given is not None and not isinstance(given, str):
             given = [block for block in given if not block.text.startswith(_BILLING)]
         system = [{"role": "system", "content": text_of(given)}] if given else []
-        choice, parallel = self.tool_choice, None
-        chosen: Any = None
-        if choice is not None:
-            parallel = None if choice.disable_parallel_tool_use is None else not choice.disable_parallel_tool_use
-            chosen = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)
-        if isinstance(choice, ToolChoice):
-            chosen = {"type": "function", "function": {"name": choice.name}}
+        choice = self.tool_choice or AnyChoice(type="auto")
+        single = choice.disable_parallel_tool_use
         return {
             "messages": system + [message for turn in self.messages for message in messages_of(turn)],
             # The beginning of the answer, which is called prefill.
             "continue_final_message": self.messages[-1].role == "assistant",
             "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
-            "tool_choice": chosen,
-            "parallel_tool_calls": parallel,
+            "tool_choice": {"type": "function", "function": {"name": choice.name}}
+            if isinstance(choice, ToolChoice)
+            else {"any": "required"}.get(choice.type, choice.type),
+            "parallel_tool_calls": None if single is None else not single,
             "reasoning_effort": self._effort(),
             "response_format": self._format(),
         }
@@ -229,21 +226,12 @@ def messages_of(turn: MessageTurn) -> list[dict[str, Any]]:
     return [_answer(turn.content)] if turn.role == "assistant" else _said(turn.role, turn.content)
 
 
-def text_of(content: str | Sequence[TextBlock | SearchResultBlock] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(block.text for block in content)
-
-
 def _answer(blocks: Sequence[Block]) -> dict[str, Any]:
-    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
-    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    content = "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
+    reasoning = "\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)) or None
     uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
-    calls = [chat_call(use.id, use.name, json.dumps(use.input, ensure_ascii=False)) for use in uses]
-    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
-    return {**message, "tool_calls": calls} if calls else message
+    calls = [chat_call(use.id, use.name, json.dumps(use.input, ensure_ascii=False)) for use in uses] or None
+    return {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": calls}
 
 
 def _said(role: str, blocks: Sequence[Block]) -> list[dict[str, Any]]:
@@ -252,8 +240,8 @@ def _said(role: str, blocks: Sequence[Block]) -> list[dict[str, Any]]:
         match block:
             case ToolResultBlock():
                 messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content)})
-            case TextBlock() if messages and messages[-1]["role"] == role:
-                messages[-1]["content"] += "\n" + block.text
             case TextBlock():
-                messages.append({"role": role, "content": block.text})
+                if not messages or messages[-1]["role"] != role:
+                    messages.append({"role": role, "content": []})
+                messages[-1]["content"].append({"type": "text", "text": block.text})
     return messages or [{"role": role, "content": ""}]

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.errors import shown
-from gateway.requests.body import FieldPolicy, JsonObject, KindsOf, Piece, RequestBody, TextOr, TextOrOther
+from gateway.requests.body import FieldPolicy, JsonObject, KindsOf, Piece, RequestBody, TextOr, TextOrOther, text_of
 from gateway.requests.chat import MAX_TOOLS, CallId, ConvertedRequest, ToolName, chat_call
 from gateway.requests.generation import StreamOptions
 
@@ -82,7 +82,7 @@ class ReasoningItem(Piece):
 
     @property
     def text(self) -> str:
-        return "\n".join(part.text for part in self.content or self.summary or ())
+        return text_of(self.content or self.summary)
 
 
 _SUMMARY = b"summary of hisparse-pd, version 1\n"
@@ -242,7 +242,8 @@ class ResponsesRequest(ConvertedRequest):
 
     def given_tools(self) -> list[dict[str, Any]]:
         """The tools as answers repeat them."""
-        return [tool.model_dump(include=set(FunctionTool.model_fields)) for tool in self.tools or ()]
+        # Without copies of the schemas, which may be large: this is done on the event loop.
+        return [{name: getattr(tool, name) for name in FunctionTool.model_fields} for tool in self.tools or ()]
 
     def given_tool_choice(self) -> str | dict[str, Any]:
         """The choice as answers repeat it."""
@@ -254,7 +255,8 @@ class ResponsesRequest(ConvertedRequest):
         wanted = self.text.format if self.text else None
         form: dict[str, Any] = {"type": "text"}
         if wanted is not None:
-            form = wanted.model_dump(include=set(type(wanted).model_fields), by_alias=True, exclude_none=True)
+            named = {field.alias or name: getattr(wanted, name) for name, field in type(wanted).model_fields.items()}
+            form = {name: value for name, value in named.items() if value is not None}
         verbosity = self.text.verbosity if self.text else None
         return {"format": form, "verbosity": verbosity or "medium"}
 
@@ -308,7 +310,7 @@ def _chat_format(wanted: TextFormat | JsonObjectFormat | JsonSchemaFormat | None
 def messages_of(instructions: str | None, items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
     """The messages of a chat: instructions, and then the items.
 
-    Reasoning, text and calls that follow each other are one message.
+    Reasoning, text and calls that follow each other are one message, and so is all up to the results of the calls.
     """
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(items, str):
@@ -317,17 +319,20 @@ def messages_of(instructions: str | None, items: str | Sequence[InputItem]) -> l
     """The assistant's message that the next items may belong to."""
 
     def begun(*after: str) -> dict[str, Any]:
-        """The assistant's message; a new one if the last has any of the fields `after` already."""
+        """The assistant's message; a new one if the last has no calls, and any of the fields `after` already."""
         nonlocal answer
-        if answer is None or any(field in answer for field in after):
+        if answer is None or ("tool_calls" not in answer and any(field in answer for field in after)):
             answer = {"role": "assistant"}
             messages.append(answer)
         return answer
 
+    def say(field: str, text: str, *after: str) -> None:
+        begun(field, *after).setdefault(field, []).append(text)
+
     for item in items:
         match item:
             case ReasoningItem():
-                begun("reasoning_content", "content", "tool_calls")["reasoning_content"] = item.text
+                say("reasoning_content", item.text, "content")
             case FunctionCall():
                 call = chat_call(item.call_id, item.name, item.arguments)
                 begun().setdefault("tool_calls", []).append(call)
@@ -339,12 +344,12 @@ def messages_of(instructions: str | None, items: str | Sequence[InputItem]) -> l
                 content = f"A summary of the conversation until here:\n\n{item.encrypted_content}"
                 messages.append({"role": "user", "content": content})
             case InputMessage(role="assistant"):
-                begun("content", "tool_calls")["content"] = text_of(item.content)
+                say("content", text_of(item.content))
             case InputMessage():
                 answer = None
                 messages.append({"role": item.role, "content": text_of(item.content)})
+    for message in messages:
+        for field in ("reasoning_content", "content"):
+            if isinstance(texts := message.get(field), list):
+                message[field] = "\n".join(filter(None, texts))
     return messages
-
-
-def text_of(content: str | Sequence[InputText | Refusal]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)

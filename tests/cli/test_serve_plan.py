@@ -177,6 +177,14 @@ def test_nodes_stay_on_the_loopback_interface(planned: Planned) -> None:
     assert not any("sk-one" in word for child in (gateway, *nodes) for word in child.words)
 
 
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("10.0.0.1", "http://10.0.0.1:8000"), ("::1", "http://[::1]:8000"), ("::", "http://127.0.0.1:8000")],
+)
+def test_the_gateway_is_asked_at_an_address_that_it_listens_to(host: str, url: str) -> None:
+    assert plan(host=host).url == url
+
+
 def test_prompts_that_nothing_would_compute_are_refused_at_start(refused: Callable[..., str]) -> None:
     said = refused("serve", "--model-path", "/m", "--prefill-nodes", "0")
     assert "--prefill-nodes 0: nothing would compute prompts; give --allow-local-prefill" in said

@@ -149,6 +149,36 @@ def test_while_the_directory_cannot_be_read_what_was_read_last_stands(keys: Path
     assert allowed.role_of(public) == "prefill"
 
 
+@pytest.mark.parametrize("in_the_way", ["folder", "link to nothing"])
+def test_what_is_no_file_does_not_keep_the_directory_from_being_read(keys: Path, in_the_way: str) -> None:
+    allowed = AllowList(keys / "allowed")
+    public = load_keys(keys, "prefill").own.public
+    other = keys / "allowed" / "other.key"
+    other.mkdir() if in_the_way == "folder" else other.symlink_to("nothing")
+    (keys / "allowed" / "prefill.key").unlink()
+    allowed.refresh()
+    assert allowed.role_of(public) is None
+    assert load_keys(keys, "decode").allowed.role_of(public) is None
+
+
+def test_a_file_that_may_be_read_from_now_on_is_read(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    public = load_keys(keys, "prefill").own.public
+    path, read_text = keys / "allowed" / "prefill.key", Path.read_text
+
+    def refuse(file: Path) -> str:
+        if file == path:
+            raise PermissionError
+        return read_text(file)
+
+    with monkeypatch.context() as denied:  # whoever runs the tests may be allowed to read everything
+        denied.setattr(Path, "read_text", refuse)
+        allowed = AllowList(keys / "allowed")
+    assert allowed.role_of(public) is None
+    path.chmod(0o640)
+    allowed.refresh()
+    assert allowed.role_of(public) == "prefill"
+
+
 def test_keys_behind_kubernetes_links(keys: Path, tmp_path: Path) -> None:
     """A Secret volume is exchanged as a whole, by a link."""
     for version in ("v1", "v2"):

@@ -10,7 +10,7 @@ import structlog
 from control import connections
 from control.codec import encode
 from control.messages import Cancel, Leaving, Message, Peer, Pong
-from control.plane import ControlPlane, ControlPlaneFailed
+from control.plane import ControlPlane
 from tests.control.harness import Start, Stranger
 from tests.e2e.cluster import wait_until
 
@@ -84,21 +84,6 @@ def test_a_command_that_fails_costs_nothing_else(start: Start) -> None:
     while inbox.get(timeout=5)[1] != Cancel(request_id="next"):
         pass
     a.check()
-
-
-def test_the_owner_hears_of_the_end_of_the_control_thread(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be deaf and go on: its /health is answered by another thread."""
-    a, _ = start()
-    a.check()
-
-    def broken() -> None:
-        raise OSError("out of sockets")
-
-    monkeypatch.setattr(a, "_send_due", broken)
-    a.send(a.me, WORD)
-    a._thread.join(10)
-    with pytest.raises(ControlPlaneFailed, match="out of sockets"):
-        a.check()
 
 
 def test_a_handler_that_fails_costs_only_its_message() -> None:

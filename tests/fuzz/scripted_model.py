@@ -58,16 +58,16 @@ class ScriptedModel(FakeDecodeNode):
         for output in outputs:
             room -= sum(max(8, 1 + len(token.top_logprobs)) for token in output.tokens)
             if room < 0 or len(step) == CHOICES:
-                super().send(sender, *step)
+                super().send(*step)
                 step, room = [], _STEP
             step.append(output)
         if step:
-            super().send(sender, *step)
+            super().send(*step)
 
-    def send(self, to: Peer, *outputs: Output) -> None:
+    def send(self, *outputs: Output) -> None:
         """As a node does: what many requests have is one message, and of one step."""
         if self._gathered is None:
-            super().send(to, *outputs)
+            super().send(*outputs)
         else:
             self._gathered += outputs
 

@@ -3,14 +3,15 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-import httpx
-import openai
 import pytest
 
+from base.errors import StartupError
 from gateway.config import GatewayConfig
+from gateway.process import Gateway
 from service import watched
-from tests.gateway.nodes import CONTEXT, FakeDecodeNode, FakeNode, wait_until
+from tests.gateway.nodes import CONTEXT
 from tests.gateway.world import MODEL, RunningGateway, World, deepseek_service, glm_service, write_checkpoint
 from tests.starting import starting
 
@@ -59,6 +60,19 @@ def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def start_error(checkpoint: Path) -> Callable[..., str]:
+    """Why a gateway with these options does not start."""
+
+    def error(**options: Any) -> str:
+        with pytest.raises(StartupError) as refused:
+            Gateway(GatewayConfig(**{"model_path": checkpoint, "port": 0, "control_port": 0, **options}))
+        assert "\n" not in str(refused.value)
+        return str(refused.value)
+
+    return error
+
+
+@pytest.fixture
 def start_gateway(checkpoint: Path) -> Iterator[Callable[..., RunningGateway]]:
     def start(**options: object) -> RunningGateway:
         options = {"port": 0, "control_port": 0, "served_model_name": (MODEL,), **options}
@@ -72,35 +86,3 @@ def start_gateway(checkpoint: Path) -> Iterator[Callable[..., RunningGateway]]:
 def gateway(start_gateway: Callable[..., RunningGateway], request: pytest.FixtureRequest) -> RunningGateway:
     """Its parameter, if it has one, is a dict of options."""
     return start_gateway(**getattr(request, "param", {}))
-
-
-@pytest.fixture
-def start_decode(gateway: RunningGateway) -> Iterator[Callable[..., FakeDecodeNode]]:
-    with starting(FakeDecodeNode, FakeDecodeNode.die) as start:
-        yield lambda **options: start(gateway.control_address, **options).start()
-
-
-@pytest.fixture
-def prefill(gateway: RunningGateway) -> Iterator[FakeNode]:
-    node = FakeNode(gateway.control_address, "prefill").start()
-    yield node
-    node.die()
-
-
-@pytest.fixture
-def decode(gateway: RunningGateway, prefill: FakeNode, start_decode: Callable[..., FakeDecodeNode]) -> FakeDecodeNode:
-    node = start_decode()
-    wait_until(lambda: httpx.get(f"{gateway.url}/ready").status_code == 200)
-    return node
-
-
-@pytest.fixture
-def client(gateway: RunningGateway) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
-        yield client
-
-
-@pytest.fixture
-def http(gateway: RunningGateway) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=gateway.url, timeout=20) as http:
-        yield http

@@ -108,6 +108,7 @@ class FakeDecodeNode(FakeNode):
         """Requests of which the gateway has said that it knows of their end."""
 
     def deliver(self, sender: Peer, message: Message) -> None:
+        self._gateway = sender
         match message:
             case Generate():
                 self.asked.append(message)
@@ -115,33 +116,34 @@ class FakeDecodeNode(FakeNode):
                 for request in message.each():
                     if request.request_id not in seen:
                         self.generated.append(request)
-                        self._generate(sender, request)
+                        self._generate(request)
             case Cancel():
                 self.cancelled.append(message.request_id)
-                self.send(sender, Output(request_id=message.request_id, start=0, finish_reason="abort"))
+                self.send(Output(request_id=message.request_id, start=0, finish_reason="abort"))
             case Ended():
                 self.ended.append(message.request_id)
             case Resend():
                 self.resent.append(message)
                 if len(self.resent) > self.deaf_to_resend:
-                    self._resend(sender, message)
+                    self._resend(message)
             case _:
                 super().deliver(sender, message)
 
-    def send(self, to: Peer, *outputs: Output) -> None:
-        self.control.send(to, Outputs.of(outputs))
+    def send(self, *outputs: Output) -> None:
+        """To the gateway that was heard last."""
+        self.control.send(self._gateway, Outputs.of(outputs))
 
-    def _generate(self, sender: Peer, request: Generate) -> None:
+    def _generate(self, request: Generate) -> None:
         if self.reject is not None:
             rejected = Rejected(
                 request_id=request.request_id, code=self.reject, reason="scripted refusal", retry_after=self.retry_after
             )
-            self.control.send(sender, rejected)
+            self.control.send(self._gateway, rejected)
             return
-        self.control.send(sender, Accepted(request_id=request.request_id))
+        self.control.send(self._gateway, Accepted(request_id=request.request_id))
         if self.invalid is not None:
             ended = Output(request_id=request.request_id, start=0, finish_reason="invalid", error=self.invalid)
-            self.send(sender, ended)
+            self.send(ended)
             return
         start, resumed_at = 0, len(request.generated)
         answer = self._answers[request.request_id] = []
@@ -149,7 +151,7 @@ class FakeDecodeNode(FakeNode):
             output = Output(request_id=request.request_id, start=0, prompt_logprobs=piece)
             answer.append(output)
             if number >= self.lost_prompt:
-                self.send(sender, output)
+                self.send(output)
         for number, (ids, finish) in enumerate(self._script(request)):
             if start + len(ids) <= resumed_at:
                 start += len(ids)
@@ -161,14 +163,14 @@ class FakeDecodeNode(FakeNode):
                 output = output._replace(cached_tokens=cached)
             answer.append(output)
             if number not in self.lost:
-                self.send(sender, output)
+                self.send(output)
             start += len(tokens)
         for output in self.extra_outputs:
-            self.send(sender, output._replace(request_id=request.request_id))
+            self.send(output._replace(request_id=request.request_id))
 
-    def _resend(self, sender: Peer, asked: Resend) -> None:
+    def _resend(self, asked: Resend) -> None:
         outputs = self._answers[asked.request_id]
-        self.send(sender, *(output for output in outputs if output.start >= asked.start))
+        self.send(*(output for output in outputs if output.start >= asked.start))
 
     def _script(self, request: Generate) -> list[tuple[Sequence[int], Literal["stop", "length"] | None]]:
         prompt = request.prompt_ids

@@ -107,8 +107,7 @@ def test_every_answer_has_an_id_and_is_counted_by_endpoint(fresh: World, lines: 
 
 
 def test_requests_refused_for_want_of_nodes_are_logged(fresh: World, lines: Lines) -> None:
-    fresh.decode.die()
-    wait_until(lambda: fresh.http.get("/ready").status_code == 503)
+    fresh.leaves(fresh.decode)
     assert fresh.post().status_code == unavailable("").status
     assert answered(lines)[0]["status"] == 503
 

@@ -2,7 +2,9 @@
 
 import copy
 import json
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ from control.messages import FinishReason, Generate, Token
 from gateway.answers.chat import ChatAnswer
 from gateway.answers.completions import CompletionAnswer
 from gateway.answers.openai import OpenAIAnswer
+from gateway.answers.responses import ResponseAnswer
 from gateway.answers.streamed import Column, encode_json
 from gateway.attempt import Delta
 from gateway.detokenizer import TextOptions
@@ -19,8 +22,10 @@ from gateway.formats.families import ChatReading
 from gateway.formats.tools import CallRules, ToolSet
 from gateway.generation import TokenizedRequest
 from gateway.preparer import ApiRequest, PreparedRequest
+from gateway.requests.body import FieldPolicy
 from gateway.requests.chat import ChatCompletionRequest
 from gateway.requests.completions import CompletionRequest
+from gateway.requests.responses import ResponsesRequest
 from tests.gateway.formats.examples import TOOLS, parsing_format
 from tests.gateway.world import held_answers
 
@@ -85,6 +90,37 @@ def test_of_chats(reasoning: bool, tools: Sequence[dict[str, object]], fields: d
     reading = ChatReading(parsing_format("glm"), CallRules(ToolSet(tools)), reasoning)
     answer = ChatAnswer(prepared(request, reading), "text of a choice", TOKENIZER, HELD)
     assert_same_bytes(answer, PIECES)
+
+
+def response_answer(**fields: object) -> ResponseAnswer:
+    body = ResponsesRequest.model_validate({"model": "m", "input": "a", "stream": True, **fields})
+    reading = ChatReading(parsing_format("glm"), CallRules(ToolSet(())), False)
+    of_one = replace(prepared(body.generation(FieldPolicy(strict=True)), reading), body=body)
+    return ResponseAnswer(of_one, "m", TOKENIZER, HELD)
+
+
+def test_a_response_repeats_large_schemas_without_copies_of_them() -> None:
+    schema = {"enum": [[]] * 400_000, "const": None}
+    tool = {"type": "function", "name": "f", "parameters": schema}
+    form = {"type": "json_schema", "name": "n", "schema": schema}
+    answer = response_answer(tools=[tool], text={"format": form})
+    began = time.thread_time()
+    created, _ = answer.begin()
+    assert time.thread_time() - began < 0.02
+    response: Any = created["response"]
+    assert response["tools"] == [{**tool, "description": None, "strict": None}]
+    assert response["text"] == {"format": form, "verbosity": "medium"}
+
+
+@pytest.mark.parametrize("piece", [" " * 64, "x" * 64], ids=["white space", "text"])
+def test_a_token_of_a_long_answer_costs_no_more_than_one_of_a_short_one(piece: str) -> None:
+    answer, times = response_answer(), []
+    for _ in range(12):
+        began = time.thread_time()
+        for number in range(2000):
+            answer.encode_delta(0, Delta(piece, (Token(token_id=number),), (0,), None))
+        times.append(time.thread_time() - began)
+    assert min(times[-3:]) < 4 * min(times[:3])
 
 
 @pytest.mark.parametrize("number", [1, 2**70])

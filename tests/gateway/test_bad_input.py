@@ -85,6 +85,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "robot", "content": "hi"}]}, "messages.0.role", "'system', 'developer'"),
     ({"messages": [{"role": "tool", "content": "hi"}]}, "messages", "no tools"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "'image_url'"),
+    ({"messages": [{"role": "user", "content": {}}]}, "messages.0.content", "expected a string or a list of parts"),
+    ({"messages": [{"role": "user", "content": 0}]}, "messages.0.content", "expected a string or a list of parts"),
     ({"function_call": {"name": "f"}}, "function_call", "not supported"),
     ({"include_reasoning": False}, "include_reasoning", "not supported"),
     ({"separate_reasoning": False}, "separate_reasoning", "not supported"),

@@ -1,6 +1,7 @@
 """What the clients of a key may use, and what is said of it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -63,6 +64,12 @@ def test_tokens_per_minute_are_bounded_and_counted(keyed: World) -> None:
     assert 'hisparse_pd_http_refused_total{reason="client_tokens"} 1.0' in metrics
 
 
+def test_a_request_that_nobody_can_serve_uses_no_tokens(keyed: World) -> None:
+    keyed.leaves(keyed.decode)
+    assert [post(keyed, "sk-few", prompt="a" * 50).status_code for _ in range(3)] == [503] * 3
+    assert 'hisparse_pd_client_tokens_total{client="few",kind="prompt"}' not in keyed.metrics()
+
+
 def test_an_overdrawn_key_waits_until_a_minute_has_filled_it() -> None:
     usage, client = ClientUsage(Metrics()), Client(b"k", "few", tokens_per_minute=60)
     usage.begin(client, 0.0)
@@ -74,3 +81,18 @@ def test_an_overdrawn_key_waits_until_a_minute_has_filled_it() -> None:
     usage.add(client, "prompt", 60, 1000.0)
     with pytest.raises(ApiError):
         usage.begin(client, 1000.0)
+
+
+def test_tokens_count_while_the_key_has_a_limit_of_them() -> None:
+    """Keys of one name share an account, and the settings of a key change while the gateway runs."""
+    usage, without = ClientUsage(Metrics()), Client(b"k", "search", max_concurrent_requests=8)
+    limited = replace(without, tokens_per_minute=60)
+    usage.begin(without, 0.0)
+    usage.add(without, "prompt", 1_000_000, 0.0)
+    usage.begin(limited, 1.0)
+    usage.add(limited, "prompt", 59, 1.0)
+    usage.begin(without, 1.0)
+    usage.begin(limited, 1.0)
+    usage.add(limited, "prompt", 1, 1.0)
+    with pytest.raises(ApiError):
+        usage.begin(limited, 1.0)

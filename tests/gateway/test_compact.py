@@ -32,7 +32,7 @@ def test_openai_client_goes_on_with_the_summary(glm: World) -> None:
     assert base64.b64decode(item.encrypted_content).decode().endswith("\nRome is sunny, ü.")
     glm.says("</think>Yes.")
     question = {"role": "user", "content": "Still?"}
-    answer = glm.client.responses.create(model=MODEL, input=[item.model_dump(), question])  # type: ignore[list-item, misc]
+    answer = glm.client.responses.create(model=MODEL, input=[item.model_dump(), question])
     assert answer.output_text == "Yes."
     assert glm.prompt == (
         "<|user|>A summary of the conversation until here:\n\nRome is sunny, ü.<|user|>Still?<|assistant|><think>"

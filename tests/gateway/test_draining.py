@@ -44,7 +44,7 @@ def test_a_draining_gateway_lets_streams_finish_and_takes_no_more(fresh: World) 
         [asked] = fresh.decode.generated
         tokens = (Token(token_id=98), Token(token_id=99))
         rest = Output(request_id=asked.request_id, start=1, tokens=tokens, finish_reason="length")
-        fresh.decode.send(fresh.gateway.gateway.control.me, rest)
+        fresh.decode.send(rest)
         assert json.loads(next(data))["choices"][0]["text"] == "bc"
         assert list(data) == ["[DONE]"]
     fresh.gateway.join()

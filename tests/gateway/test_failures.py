@@ -3,50 +3,46 @@
 import json
 import socket
 import threading
-from collections.abc import Callable
 
-import httpx
 import pytest
 import zmq
 
 from control.codec import PROTOCOL_VERSION
 from control.messages import FinishReason, Output
 from tests.control.test_versions import Foreign
-from tests.gateway.nodes import CONTEXT, FakeDecodeNode, FakeNode, wait_until
+from tests.gateway.nodes import CONTEXT, wait_until
 from tests.gateway.world import RunningGateway, World
 
-StartDecode = Callable[..., FakeDecodeNode]
 BODY = {"prompt": "abc", "max_tokens": 100}
 
 
-def test_not_ready_without_nodes(http: httpx.Client, prefill: FakeNode) -> None:
-    ready = http.get("/ready")
+def test_not_ready_without_nodes(fresh: World) -> None:
+    fresh.leaves(fresh.decode)
+    ready = fresh.http.get("/ready")
     assert ready.status_code == 503
     assert ready.json()["reason"] == "no live decode node is registered"
-    answer = http.post("/v1/completions", json=BODY)
+    answer = fresh.post()
     assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
     assert "no live decode node" in answer.json()["error"]["message"]
-    assert http.get("/health").status_code == 200
+    assert fresh.http.get("/health").status_code == 200
 
 
-def test_a_node_of_another_wire_version_is_refused(
-    gateway: RunningGateway, prefill: FakeNode, http: httpx.Client
-) -> None:
+def test_a_node_of_another_wire_version_is_refused(fresh: World) -> None:
+    fresh.leaves(fresh.decode)
     newer = Foreign(PROTOCOL_VERSION + 1, "decode")
     for kind in ("Register", "Heartbeat", "Leaving"):
-        newer.send(gateway.control_address, kind, {"via": gateway.control_address})
+        newer.send(fresh.gateway.control_address, kind, {"via": fresh.gateway.control_address})
     for _ in range(2):
         _, answer = newer.receive("Refused")
         assert f"wire version {PROTOCOL_VERSION + 1} != {PROTOCOL_VERSION} of this gateway" in str(answer["reason"])
-    wait_until(lambda: 'control_refused{reason="version"} 3.0' in http.get("/metrics").text)
-    assert http.get("/ready").json()["reason"] == "no live decode node is registered"
+    wait_until(lambda: 'control_refused{reason="version"} 3.0' in fresh.metrics())
+    assert fresh.http.get("/ready").json()["reason"] == "no live decode node is registered"
     newer.close()
 
 
 def test_full_nodes_are_passed_over(fresh: World) -> None:
     fresh.decode.reject = "queue_full"
-    other = fresh.start_decode(queued_tokens=10**6)
-    wait_until(lambda: 'nodes{role="decode"} 2.0' in fresh.metrics())
+    other = fresh.start_full_decode()
     assert fresh.post().status_code == 200
     assert len(other.generated) == 1
     other.reject = "queue_full"
@@ -70,38 +66,37 @@ def test_other_refusals(fresh: World) -> None:
     assert fresh.post().status_code == 503
 
 
-def test_requests_beyond_every_decode_node(prefill: FakeNode, start_decode: StartDecode, http: httpx.Client) -> None:
-    start_decode(max_request_tokens=50)
-    answer = http.post("/v1/completions", json=BODY)
+def test_requests_beyond_every_decode_node(fresh: World) -> None:
+    fresh.leaves(fresh.decode)
+    fresh.start_decode(max_request_tokens=50)
+    answer = fresh.post()
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert "model's maximum context length is 50 tokens. However, 103 were" in answer.json()["error"]["message"]
 
 
-def test_a_chat_fills_the_largest_decode_node(prefill: FakeNode, start_decode: StartDecode, http: httpx.Client) -> None:
+def test_a_chat_fills_the_largest_decode_node(fresh: World) -> None:
     """If it has no max_tokens."""
-    assert http.get("/v1/models/tiny").json()["max_model_len"] == CONTEXT
-    start_decode(max_request_tokens=50)
-    larger = start_decode(max_request_tokens=60)
-    assert http.get("/v1/models/tiny").json()["max_model_len"] == 60
-    answer = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]})
+    fresh.leaves(fresh.decode)
+    assert fresh.http.get("/v1/models/tiny").json()["max_model_len"] == CONTEXT
+    fresh.start_decode(max_request_tokens=50)
+    larger = fresh.start_decode(max_request_tokens=60)
+    assert fresh.http.get("/v1/models/tiny").json()["max_model_len"] == 60
+    answer = fresh.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]})
     assert answer.json()["usage"]["total_tokens"] == 60
     assert len(larger.generated) == 1
 
 
-def test_a_prompt_that_no_prefill_node_takes_is_refused_at_once(
-    gateway: RunningGateway, start_decode: StartDecode, http: httpx.Client
-) -> None:
-    small = FakeNode(gateway.control_address, "prefill", max_request_tokens=50).start()
-    decode = start_decode()
-    answer = http.post("/v1/completions", json={"prompt": "a" * 51})
+def test_a_prompt_that_no_prefill_node_takes_is_refused_at_once(fresh: World) -> None:
+    fresh.leaves(fresh.prefill)
+    small = fresh.start_prefill(max_request_tokens=50)
+    answer = fresh.post(prompt="a" * 51)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert "of which 50 can be computed now. However, the prompt has 51" in answer.json()["error"]["message"]
-    larger = FakeNode(gateway.control_address, "prefill").start()
-    assert http.post("/v1/completions", json={"prompt": "a" * 51}).status_code == 200
-    assert decode.generated[0].prefill_nodes == (larger.me, small.me)
-    assert decode.generated[0].longest_prompts == {larger.me.boot_id: CONTEXT, small.me.boot_id: 50}
-    small.die()
-    larger.die()
+    larger = fresh.start_prefill()
+    assert fresh.post(prompt="a" * 51).status_code == 200
+    [asked] = fresh.decode.generated
+    assert asked.prefill_nodes == (larger.me, small.me)
+    assert asked.longest_prompts == {larger.me.boot_id: CONTEXT, small.me.boot_id: 50}
 
 
 def test_client_that_leaves_mid_stream_cancels(fresh: World) -> None:

@@ -3,21 +3,19 @@
 import asyncio
 import gc
 import json
-import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
-from base.errors import StartupError
 from control.messages import Output
 from gateway import decode_client, registry
 from gateway.errors import ApiError
-from tests.gateway.nodes import FakeDecodeNode, wait_until
+from tests.gateway.nodes import wait_until
 from tests.gateway.world import LONG_CONTEXT, MODEL, RunningGateway, World, held_answers, write_checkpoint
 from tests.service.raw_http import RawClient
 
@@ -75,12 +73,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield service
 
 
-def ended(gateway: RunningGateway, reason: str) -> float:
-    metrics = httpx.get(f"{gateway.url}/metrics").text
-    found = re.search(rf'answers_ended_total{{reason="{reason}"}} (\S+)$', metrics, flags=re.MULTILINE)
-    return 0.0 if found is None else float(found[1])
-
-
 @pytest.mark.parametrize(
     ("path", "stream"), [*((path, False) for path in HOSTILE), ("/v1/responses", True)], ids=lambda value: str(value)
 )
@@ -92,7 +84,7 @@ def test_many_log_probabilities_do_not_hold_up_the_loop(
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     body = {"model": MODEL, limit: LONG_CONTEXT - TOKENS, "stream": stream, **HOSTILE[path]}
     slowest = SlowestCallback(service.gateway, monkeypatch)
-    answer = httpx.post(f"{service.gateway.url}{path}", json=body, timeout=120)
+    answer = service.http.post(path, json=body, timeout=120)
     assert answer.status_code == 200
     assert slowest.seconds < 0.25
     assert len(answer.content) > 1 << 22
@@ -109,7 +101,7 @@ def test_others_are_answered_while_a_large_answer_is_made(service: World) -> Non
     wait_until(lambda: service.decode.generated)
     answered = 0
     while thread.is_alive():
-        answered += httpx.get(f"{service.gateway.url}/v1/models", timeout=60).status_code == 200
+        answered += service.http.get("/v1/models", timeout=60).status_code == 200
     thread.join()
     assert answered
     choices = hostile[0].json()["choices"]
@@ -121,68 +113,65 @@ LARGE = {"model": MODEL, "prompt": "a", "max_tokens": 500, "logprobs": 20}
 LARGE_CHAT = {**HOSTILE["/v1/chat/completions"], "model": MODEL, "max_tokens": 500}
 
 
-@pytest.mark.parametrize("gateway", [{"max_answer_mib": 1}], indirect=True)
-def test_a_request_of_large_answers_ends_alone(gateway: RunningGateway, decode: FakeDecodeNode, client: Any) -> None:
-    decode.hold_after = 400
-    url = f"{gateway.url}/v1/completions"
+@pytest.mark.parametrize("fresh", [{"max_answer_mib": 1}], indirect=True)
+def test_a_request_of_large_answers_ends_alone(fresh: World) -> None:
+    fresh.decode.hold_after = 400
+    url = f"{fresh.gateway.url}/v1/completions"
     answer = httpx.post(url, json=LARGE | {"n": 16}, timeout=60)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "answer_too_large")
     assert "1048576 bytes" in error["message"]
     assert "logprobs" in error["message"]
-    assert ended(gateway, "too_large") == 1
-    wait_until(lambda: len(decode.cancelled) == 16)
-    wait_until(lambda: gateway.gateway._answers.held == 0)
-    decode.hold_after = None
-    assert client.completions.create(**LARGE).choices[0].logprobs is not None
+    assert fresh.gateway.counted("answers_ended", "too_large") == 1
+    wait_until(lambda: len(fresh.decode.cancelled) == 16)
+    wait_until(lambda: fresh.gateway.gateway._answers.held == 0)
+    fresh.decode.hold_after = None
+    assert fresh.client.completions.create(**LARGE).choices[0].logprobs is not None
 
 
-@pytest.mark.parametrize("gateway", [{"max_answer_mib": 1, "max_total_answer_mib": 1}], indirect=True)
-def test_where_all_answers_take_too_much_the_largest_ends(gateway: RunningGateway, decode: FakeDecodeNode) -> None:
+@pytest.mark.parametrize("fresh", [{"max_answer_mib": 1, "max_total_answer_mib": 1}], indirect=True)
+def test_where_all_answers_take_too_much_the_largest_ends(fresh: World) -> None:
     """The small ones are too few to be too much, even where the loop has yet to take all that has arrived."""
-    url = f"{gateway.url}/v1/completions"
-    decode.hold_after = 50
+    url = f"{fresh.gateway.url}/v1/completions"
+    fresh.decode.hold_after = 50
     with ThreadPoolExecutor() as clients:
         small = [clients.submit(httpx.post, url, json=LARGE | {"n": n}, timeout=60) for n in (1, 2)]
-        wait_until(lambda: len(decode.generated) == 3 and gateway.gateway._answers.held > 20_000, timeout=60)
-        decode.hold_after = 400
+        wait_until(
+            lambda: len(fresh.decode.generated) == 3 and fresh.gateway.gateway._answers.held > 20_000, timeout=60
+        )
+        fresh.decode.hold_after = 400
         large = httpx.post(url, json=LARGE | {"n": 16}, timeout=60)
         assert (large.status_code, large.headers["Retry-After"]) == (503, "1")
-        assert ended(gateway, "too_many_bytes") == 1
+        assert fresh.gateway.counted("answers_ended", "too_many_bytes") == 1
         assert not any(answer.done() for answer in small), "the others go on"
-        for request in decode.generated[:3]:
+        for request in fresh.decode.generated[:3]:
             last = Output(request_id=request.request_id, start=50, finish_reason="stop")
-            decode.send(gateway.gateway.control.me, last)
+            fresh.decode.send(last)
         assert [answer.result().status_code for answer in small] == [200, 200]
 
 
-@pytest.mark.parametrize("gateway", [{"max_answer_mib": 1}], indirect=True)
-def test_a_stream_that_its_client_does_not_read_is_bounded(gateway: RunningGateway, decode: FakeDecodeNode) -> None:
-    decode.chunks = [[number % 256] * 16 for number in range(25)]
+@pytest.mark.parametrize("fresh", [{"max_answer_mib": 1}], indirect=True)
+def test_a_stream_that_its_client_does_not_read_is_bounded(fresh: World) -> None:
+    fresh.decode.chunks = [[number % 256] * 16 for number in range(25)]
     body = json.dumps(LARGE | {"n": 32, "max_tokens": 400, "stream": True})
-    with RawClient(gateway.gateway.port, receive_buffer=4096) as client:
+    with RawClient(fresh.gateway.gateway.port, receive_buffer=4096) as client:
         client.post("/v1/completions", f"Content-Length: {len(body)}", body=body)
-        wait_until(lambda: ended(gateway, "too_large") == 1, timeout=60)
-        assert gateway.gateway._answers.held < 2 << 20
-    wait_until(lambda: gateway.gateway._answers.held == 0, timeout=60)
+        wait_until(lambda: fresh.gateway.counted("answers_ended", "too_large") == 1, timeout=60)
+        assert fresh.gateway.gateway._answers.held < 2 << 20
+    wait_until(lambda: fresh.gateway.gateway._answers.held == 0, timeout=60)
 
 
-@pytest.mark.parametrize("gateway", [{"max_answer_mib": 8, "max_total_answer_mib": 8}], indirect=True)
-def test_an_answer_that_its_client_does_not_read_gives_way(gateway: RunningGateway, decode: FakeDecodeNode) -> None:
+@pytest.mark.parametrize("fresh", [{"max_answer_mib": 8, "max_total_answer_mib": 8}], indirect=True)
+def test_an_answer_that_its_client_does_not_read_gives_way(fresh: World) -> None:
     """Few tokens with the log probabilities of a long prompt: what waits for the loop is less than the answer."""
     body = json.dumps({"prompt": "a" * 450, "max_tokens": 1, "n": 16, "prompt_logprobs": 20})
-    with RawClient(gateway.gateway.port, receive_buffer=4096) as client:
+    with RawClient(fresh.gateway.gateway.port, receive_buffer=4096) as client:
         client.post("/v1/completions", f"Content-Length: {len(body)}", body=body)
-        wait_until(lambda: len(decode.ended) == 16 and gateway.gateway._answers.held > 7 << 20, timeout=60)
-        other = httpx.post(f"{gateway.url}/v1/chat/completions", json=LARGE_CHAT | {"n": 3}, timeout=60)
+        wait_until(lambda: len(fresh.decode.ended) == 16 and fresh.gateway.gateway._answers.held > 7 << 20, timeout=60)
+        other = fresh.http.post("/v1/chat/completions", json=LARGE_CHAT | {"n": 3}, timeout=60)
         assert other.status_code == 200
-        assert ended(gateway, "too_many_bytes") == 1
-    wait_until(lambda: gateway.gateway._answers.held == 0, timeout=60)
-
-
-def test_the_limit_of_all_is_not_below_that_of_one(start_gateway: Callable[..., RunningGateway]) -> None:
-    with pytest.raises(StartupError, match=r"--max-total-answer-mib 1 is less than what one request may take, 2"):
-        start_gateway(max_answer_mib=2, max_total_answer_mib=1)
+        assert fresh.gateway.counted("answers_ended", "too_many_bytes") == 1
+    wait_until(lambda: fresh.gateway.gateway._answers.held == 0, timeout=60)
 
 
 def test_the_largest_request_ends_and_others_go_on() -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +17,10 @@ import control.messages
 import gateway.server
 from base.wire import MAX_ERRORS, FailFastModel, first_error
 from control.grammar import Regex
+from gateway.requests.body import FieldPolicy, parse
+from gateway.requests.chat import ConvertedRequest
+from gateway.requests.messages import MessagesRequest
+from gateway.requests.responses import ResponsesRequest
 from tests.gateway.world import QUESTION, World
 
 MODULES = (control.messages, gateway.server)
@@ -46,13 +51,14 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _counted() -> Iterator[None]:
     tracemalloc.start()
     yield
     tracemalloc.stop()
 
 
+@pytest.mark.usefixtures("_counted")
 @pytest.mark.parametrize("body", BODIES)
 def test_a_body_of_wrong_elements_costs_an_honest_client_nothing(body: str, deepseek: World) -> None:
     deepseek.says("</think>Sunny.")
@@ -106,3 +112,24 @@ def test_of_many_errors_only_their_number_is_told() -> None:
     with pytest.raises(ValidationError) as refused:
         Regex.model_validate({"pattern": "a", **fields})
     assert first_error(refused.value)["msg"] == f"{len(fields)} values are not as expected"
+
+
+SAID = {"role": "assistant", "content": "a" * 30}
+CALL = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"}
+TEXT = {"type": "text", "text": "a" * 30}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (MessagesRequest, {"messages": [{"role": "user", "content": [TEXT] * 40_000}], "max_tokens": 1}),
+        (ResponsesRequest, {"input": [{"role": "user", "content": "a"}, CALL, *[SAID] * 40_000]}),
+    ],
+)
+def test_many_pieces_of_a_message_are_put_together_once(kind: type[ConvertedRequest], fields: dict[str, Any]) -> None:
+    policy = FieldPolicy(strict=False)
+    request = parse(kind, json.dumps(fields).encode(), policy)
+    began = time.thread_time()
+    *_, last = request.generation(policy).messages  # type: ignore[attr-defined]
+    assert time.thread_time() - began < 0.5, "one by one, it takes 1.2 s, and four times as long for twice as many"
+    assert len(last.content) == 40_000 * 31 - 1

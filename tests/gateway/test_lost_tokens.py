@@ -2,10 +2,10 @@
 
 import pytest
 
-from control.messages import Output, Peer, Resend, Token
+from control.messages import Output, Resend, Token
 from gateway import decode_client
 from tests.gateway.nodes import wait_until
-from tests.gateway.world import MODEL, World
+from tests.gateway.world import World
 
 NEVER = 1000
 """More often than a gateway asks again."""
@@ -39,7 +39,7 @@ def test_the_end_of_a_request_is_answered_each_time_and_counts_once(fresh: World
 )
 def test_lost_tokens_are_asked_for_again(fresh: World, stream: bool, lost: set[int], asked_from: list[int]) -> None:
     lose(fresh, 8, *lost)
-    answer = fresh.client.completions.create(model=MODEL, prompt="x", max_tokens=8, stream=stream, logprobs=2)
+    answer = fresh.complete(prompt="x", max_tokens=8, stream=stream, logprobs=2)
     choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
     assert "".join(choice.text for choice in choices) == "abcdefgh"
     logprobs = [logprob for choice in choices if choice.logprobs for logprob in choice.logprobs.token_logprobs]
@@ -61,12 +61,12 @@ def test_what_is_lost_of_what_was_sent_again_is_asked_for_from_there(fresh: Worl
     lose(fresh, 8, 1)
     decode, resend = fresh.decode, fresh.decode._resend
 
-    def some_is_lost(sender: Peer, asked: Resend) -> None:
+    def some_is_lost(asked: Resend) -> None:
         if asked.start == 1:
             for number in (1, 2, 5, 6, 7):
-                decode.send(sender, decode._answers[asked.request_id][number])
+                decode.send(decode._answers[asked.request_id][number])
         else:
-            resend(sender, asked)
+            resend(asked)
 
     decode._resend = some_is_lost  # type: ignore[method-assign]
     assert text_of(fresh, max_tokens=8) == "abcdefgh"
@@ -100,8 +100,8 @@ def test_tokens_that_never_come_end_the_request(fresh: World, monkeypatch: pytes
 def test_what_a_node_has_given_up_is_not_waited_for(fresh: World) -> None:
     """It answers that it keeps nothing of the request."""
     lose(fresh, 3, 1)
-    fresh.decode._resend = lambda sender, asked: fresh.decode.send(  # type: ignore[method-assign]
-        sender, Output(request_id=asked.request_id, start=0, finish_reason="abort")
+    fresh.decode._resend = lambda asked: fresh.decode.send(  # type: ignore[method-assign]
+        Output(request_id=asked.request_id, start=0, finish_reason="abort")
     )
     with fresh.stream(max_tokens=3) as data:
         assert "the request was lost at its decode node" in "".join(data)

@@ -4,7 +4,7 @@ import contextlib
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -65,7 +65,7 @@ def test_a_prompt_is_validated_and_looked_up_once_off_the_event_loop(
 
 
 def test_choices_that_a_node_refuses_go_elsewhere_together(fresh: World) -> None:
-    other = fresh.start_decode(queued_tokens=1_000_000)
+    other = fresh.start_full_decode()
     fresh.decode.reject = "queue_full"
     assert posted(fresh, n=16, prompt_logprobs=0).status_code == 200
     assert len(other.generated) == 16
@@ -75,7 +75,7 @@ def test_choices_that_a_node_refuses_go_elsewhere_together(fresh: World) -> None
 
 def test_choices_that_no_node_takes_leave_nothing_behind(fresh: World) -> None:
     """Some of them end between their failure at one node and the message to the other."""
-    other = fresh.start_decode(queued_tokens=1_000_000)
+    other = fresh.start_full_decode()
     fresh.decode.reject = other.reject = "queue_full"
     assert posted(fresh, n=8).status_code == 429
     client = fresh.gateway.gateway._client
@@ -101,6 +101,20 @@ def test_settings_of_many_prompts_are_bounded(fresh: World) -> None:
     assert f"all together may take {MAX_SETTINGS_BYTES}" in answer.json()["error"]["message"]
     assert fresh.decode.asked == []
     assert posted(fresh, prompt=["a", "b"], structured_outputs={"json": LARGE_SCHEMA}).status_code == 200
+
+
+def test_prompts_of_token_ids_are_decoded_off_the_event_loop(fresh: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, threads = fresh.gateway.gateway._completer.tokenizer, []
+    decode = tokenizer.decode
+
+    def noted(token_ids: Sequence[int]) -> str:
+        threads.append(threading.current_thread().name.partition("_")[0])
+        return decode(token_ids)
+
+    monkeypatch.setattr(tokenizer, "decode", noted)
+    answer = posted(fresh, prompt=[[97, 98], [99]], echo=True)
+    assert [choice["text"] for choice in answer.json()["choices"]] == ["abab", "ccc"]
+    assert threads == ["asyncio"] * 2
 
 
 def test_echoes_of_many_answers_are_bounded(fresh: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def ask(service: World, *messages: dict[str, Any], **fields: Any) -> Any:
 
 def post(service: World, path: str = "/v1/messages", **fields: Any) -> httpx.Response:
     body = {"model": MODEL, "max_tokens": 64, "messages": [QUESTION], **fields}
-    return httpx.post(f"{service.gateway.url}{path}", json=body, timeout=20)
+    return service.http.post(path, json=body, timeout=20)
 
 
 def test_an_answer_is_a_message(deepseek: World) -> None:
@@ -149,12 +149,8 @@ def test_an_answer_that_is_cut_off_says_so(deepseek: World) -> None:
 
 def test_the_streaming_helper_puts_the_whole_message_together(glm: World) -> None:
     glm.says("Rome.</think>I look.\n" + glm_call("Rome") + glm_call("Paris"))
-    with glm.anthropic.messages.stream(
-        model=MODEL,
-        messages=[QUESTION],  # type: ignore[list-item]
-        tools=[TOOL],  # type: ignore[list-item]
-        max_tokens=4096,
-    ) as stream:
+    fields = {"model": MODEL, "messages": [QUESTION], "tools": [TOOL], "max_tokens": 4096}
+    with glm.anthropic.messages.stream(**fields) as stream:
         texts = "".join(stream.text_stream)
         message = stream.get_final_message()
     assert texts == "I look."
@@ -164,7 +160,7 @@ def test_the_streaming_helper_puts_the_whole_message_together(glm: World) -> Non
         {"city": "Paris"},
     ]
     assert message.stop_reason == "tool_use"
-    assert message.content[0].signature  # type: ignore[union-attr]
+    assert message.content[0].signature
     assert message.usage.output_tokens == sum(map(len, glm.decode.chunks or ()))
 
 
@@ -197,10 +193,7 @@ def test_tokens_are_counted_without_decode_nodes(start_gateway: Callable[..., Ru
     ask(deepseek, system="Be short.", tools=[TOOL])
     expected = len(deepseek.decode.generated[-1].prompt_ids)
     counted = deepseek.anthropic.messages.count_tokens(
-        model=MODEL,
-        messages=[QUESTION],  # type: ignore[list-item]
-        system="Be short.",
-        tools=[TOOL],  # type: ignore[list-item]
+        model=MODEL, messages=[QUESTION], system="Be short.", tools=[TOOL]
     )
     assert counted.input_tokens == expected
     alone = start_gateway()
@@ -275,10 +268,7 @@ def test_the_tool_runner_sends_the_whole_conversation_each_time(deepseek: World)
 
     deepseek.says(dsml_calls(dsml_call("Rome")))
     runner = deepseek.anthropic.beta.messages.tool_runner(
-        model=MODEL,
-        max_tokens=4096,
-        messages=[QUESTION],  # type: ignore[list-item]
-        tools=[weather],
+        model=MODEL, max_tokens=4096, messages=[QUESTION], tools=[weather]
     )
     assert [block.text for block in runner.until_done().content if block.type == "text"] == ["Warm."]
     assert deepseek.prompt.index(QUESTION["content"]) < deepseek.prompt.index("sun over Rome")
@@ -312,13 +302,13 @@ def test_errors_have_anthropic_s_form_on_its_paths_alone(start_gateway: Callable
     assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
 
 
-@pytest.mark.parametrize("gateway", [{"max_concurrent_requests": 1}], indirect=True)
-def test_a_busy_gateway_says_so_in_anthropic_s_form(gateway: RunningGateway, decode: Any) -> None:
-    decode.hold_after = 2
-    with httpx.stream("POST", f"{gateway.url}/v1/completions", json={"prompt": "abc", "stream": True}) as held:
+@pytest.mark.parametrize("fresh", [{"max_concurrent_requests": 1}], indirect=True)
+def test_a_busy_gateway_says_so_in_anthropic_s_form(fresh: World) -> None:
+    fresh.decode.hold_after = 2
+    with fresh.http.stream("POST", "/v1/completions", json={"prompt": "abc", "stream": True}) as held:
         lines = held.iter_lines()
         next(lines)
-        answer = httpx.post(f"{gateway.url}/v1/messages", json={"messages": [QUESTION], "max_tokens": 1})
+        answer = fresh.http.post("/v1/messages", json={"messages": [QUESTION], "max_tokens": 1})
     assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
     assert answer.json()["error"]["type"] == "rate_limit_error"
 
@@ -337,12 +327,9 @@ def test_both_headers_may_carry_the_key(start_gateway: Callable[..., RunningGate
     ):
         assert httpx.post(url, json=body, headers=headers).status_code == status, headers
     with anthropic.Anthropic(base_url=gateway.url, api_key="sk-one", max_retries=0) as client:
-        assert client.messages.count_tokens(model=MODEL, messages=[QUESTION]).input_tokens  # type: ignore[list-item]
-    with (
-        anthropic.Anthropic(base_url=gateway.url, api_key="sk-two", max_retries=0) as client,
-        pytest.raises(anthropic.AuthenticationError),
-    ):
-        client.messages.count_tokens(model=MODEL, messages=[QUESTION])  # type: ignore[list-item]
+        assert client.messages.count_tokens(model=MODEL, messages=[QUESTION]).input_tokens
+        with pytest.raises(anthropic.AuthenticationError):
+            client.with_options(api_key="sk-two").messages.count_tokens(model=MODEL, messages=[QUESTION])
 
 
 def test_reasoning_that_is_not_wanted_is_left_out_where_a_model_cannot_but_reason(tmp_path: Path) -> None:

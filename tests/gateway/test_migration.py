@@ -8,15 +8,7 @@ import pytest
 
 from control.messages import FinishReason, Output, Token
 from tests.gateway.nodes import FakeDecodeNode, wait_until
-from tests.gateway.world import World
-
-CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}
-ENDPOINTS = {
-    "/v1/completions": {"prompt": "abc", "max_tokens": 6},
-    "/v1/chat/completions": CHAT,
-    "/v1/responses": {"input": "hi", "max_output_tokens": 6},
-    "/v1/messages": CHAT,
-}
+from tests.gateway.world import ENDPOINTS, World
 
 
 def restart(world: World, **script: Any) -> FakeDecodeNode:
@@ -71,9 +63,8 @@ def test_a_stream_moves_when_its_node_gives_it_up(fresh: World, reason: FinishRe
     """At the end of a drain, or because its device fails."""
     fresh.decode.chunks = [[97], [98]]
     fresh.decode.extra_outputs = [Output(request_id="-", start=2, finish_reason=reason, error="scripted")]
-    other = fresh.start_decode(queued_tokens=10**6)
+    other = fresh.start_full_decode()
     other.chunks = [[letter] for letter in b"abcd"]
-    wait_until(lambda: 'nodes{role="decode"} 2.0' in fresh.metrics())
     with fresh.stream(max_tokens=4, logprobs=1) as data:
         assert texts(list(data)) == "abcd"
     assert [one.generated for one in other.generated] == [(97, 98)]
@@ -85,9 +76,9 @@ def test_each_choice_goes_on_with_its_own_tokens(fresh: World) -> None:
     posted = fresh.post_later(max_tokens=4, n=3, seed=5)
     wait_until(lambda: 'requests{state="running"} 3.0' in fresh.metrics())
     first, second, third = fresh.decode.generated
-    fresh.decode.send(fresh.gateway.gateway.control.me, Output(first.request_id, 2, (Token(99),)))
+    fresh.decode.send(Output(first.request_id, 2, (Token(99),)))
     finish = Output(second.request_id, 2, (Token(99), Token(100)), finish_reason="length")
-    fresh.decode.send(fresh.gateway.gateway.control.me, finish)
+    fresh.decode.send(finish)
     wait_until(lambda: second.request_id in fresh.decode.ended)
     other = restart(fresh)
     assert [choice["text"] for choice in posted.result().json()["choices"]] == ["abcd"] * 3
@@ -100,20 +91,18 @@ def test_late_tokens_of_a_node_that_comes_back_are_dropped(fresh: World) -> None
     """And its copy of the request is cancelled."""
     fresh.decode.chunks = [[letter] for letter in b"abcd"]
     fresh.decode.hold_after = 2
-    other = fresh.start_decode(queued_tokens=10**6)
+    other = fresh.start_full_decode()
     other.chunks = [[letter] for letter in b"abcd"]
     other.hold_after = 3
-    wait_until(lambda: 'nodes{role="decode"} 2.0' in fresh.metrics())
-    gateway = fresh.gateway.gateway.control.me
     with fresh.stream(max_tokens=4) as data:
         said = [next(data) for _ in range(2)]
         [mine] = fresh.decode.generated
-        fresh.decode.send(gateway, Output(mine.request_id, 2, finish_reason="abort"))
+        fresh.decode.send(Output(mine.request_id, 2, finish_reason="abort"))
         wait_until(lambda: other.generated)
         said.append(next(data))
-        fresh.decode.send(gateway, Output(mine.request_id, 2, (Token(120), Token(121))))
+        fresh.decode.send(Output(mine.request_id, 2, (Token(120), Token(121))))
         wait_until(lambda: mine.request_id in fresh.decode.cancelled)
-        other.send(gateway, Output(other.generated[0].request_id, 3, (Token(100),), finish_reason="length"))
+        other.send(Output(other.generated[0].request_id, 3, (Token(100),), finish_reason="length"))
         assert texts([*said, *data]) == "abcd"
     assert other.cancelled == []
 
@@ -139,7 +128,6 @@ def test_ranks_that_die_together_count_once(fresh: World) -> None:
     fresh.decode.reject = "draining"
     for number, rank in enumerate(ranks, 1):
         rank.hold_after = number
-    gateway = fresh.gateway.gateway.control.me
     with fresh.stream(max_tokens=4) as data:
         said = []
         for rank in ranks:
@@ -147,7 +135,7 @@ def test_ranks_that_die_together_count_once(fresh: World) -> None:
             if rank is ranks[1]:
                 fresh.decode.reject = None
             [mine] = rank.generated
-            rank.send(gateway, Output(mine.request_id, len(said), finish_reason="lost"))
+            rank.send(Output(mine.request_id, len(said), finish_reason="lost"))
         assert texts([*said, *data]) == "abca"
     assert len(fresh.decode.generated) > 1, "it was asked before the other rank"
 
@@ -155,14 +143,12 @@ def test_ranks_that_die_together_count_once(fresh: World) -> None:
 def test_a_node_that_was_dead_already_did_not_die_of_the_request(fresh: World) -> None:
     """Ranks of a node die together, and the gateway notices one first."""
     fresh.decode.hold_after = 2
-    other = fresh.start_decode(queued_tokens=10**5)
-    wait_until(lambda: 'nodes{role="decode"} 2.0' in fresh.metrics())
+    other = fresh.start_full_decode()
     with fresh.stream(max_tokens=3) as data:
         said = [next(data) for _ in range(2)]
         other.die()
-        gateway = fresh.gateway.gateway.control.me
         [mine] = fresh.decode.generated
-        fresh.decode.send(gateway, Output(mine.request_id, 2, finish_reason="lost"))
+        fresh.decode.send(Output(mine.request_id, 2, finish_reason="lost"))
         third = fresh.start_decode(port=other.port)
         assert texts([*said, *data]) == "abc"
     assert other.generated == []
@@ -185,30 +171,26 @@ def test_a_stream_waits_while_all_other_nodes_are_full(fresh: World) -> None:
 def test_a_request_goes_back_to_a_node_that_lives_if_the_other_leaves(fresh: World, said: int) -> None:
     """The first was cut off, and has come back while the request was queued at the other one."""
     fresh.decode.hold_after = said
-    other = fresh.start_decode(queued_tokens=10**6)
+    other = fresh.start_full_decode()
     other.hold_after = said
-    wait_until(lambda: 'nodes{role="decode"} 2.0' in fresh.metrics())
-    gateway = fresh.gateway.gateway.control.me
     answer = fresh.post_later(max_tokens=3)
     wait_until(lambda: f'requests{{state="{"running" if said else "waiting"}"}} 1.0' in fresh.metrics())
     wait_until(lambda: fresh.decode.generated)
     fresh.decode.hold_after = None
-    fresh.decode.send(gateway, Output(fresh.decode.generated[0].request_id, said, finish_reason="lost"))
+    fresh.decode.send(Output(fresh.decode.generated[0].request_id, said, finish_reason="lost"))
     wait_until(lambda: other.generated)
-    other.send(gateway, Output(other.generated[0].request_id, said, finish_reason="abort"))
+    other.send(Output(other.generated[0].request_id, said, finish_reason="abort"))
     assert answer.result().json()["choices"][0]["text"] == "abc"
 
 
 def test_a_stream_waits_while_no_prefill_node_is_ready(fresh: World) -> None:
     fresh.decode.hold_after = 2
-    other = fresh.start_decode(queued_tokens=10**6)
-    wait_until(lambda: 'nodes{role="decode"} 2.0' in fresh.metrics())
+    other = fresh.start_full_decode()
     with fresh.stream(max_tokens=3) as data:
         said = [next(data) for _ in range(2)]
-        fresh.prefill.membership.leave()
-        wait_until(lambda: 'nodes{role="prefill"} 0.0' in fresh.metrics())
+        fresh.leaves(fresh.prefill)
         [mine] = fresh.decode.generated
-        fresh.decode.send(fresh.gateway.gateway.control.me, Output(mine.request_id, 2, finish_reason="lost"))
+        fresh.decode.send(Output(mine.request_id, 2, finish_reason="lost"))
         wait_until(lambda: mine.request_id in fresh.decode.ended)
         assert other.generated == []
         fresh.start_prefill()

@@ -83,6 +83,25 @@ def test_an_agent_goes_on_with_what_it_got(deepseek: World) -> None:
     assert "Two." in deepseek.prompt
 
 
+def test_what_stands_behind_a_call_comes_back_before_its_result(deepseek: World) -> None:
+    deepseek.says("I look." + dsml_calls(dsml_call("Rome")) + "I wait.")
+    response = ask(deepseek, tools=[TOOL])
+    assert [item.type for item in response.output] == ["message", "function_call", "message"]
+    items: list[Any] = [{"role": "user", "content": "Weather?"}]
+    items += [item.model_dump(exclude_none=True) for item in response.output]
+    # As models of other servers think between calls.
+    items.append({"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Paris, too."}]})
+    items.append({"type": "function_call", "call_id": "other", "name": "weather", "arguments": '{"city": "Paris"}'})
+    for call_id in (response.output[1].call_id, "other"):
+        items.append({"type": "function_call_output", "call_id": call_id, "output": f"sun of {call_id}"})
+    deepseek.says("It is warm.")
+    answer = ask(deepseek, input=items, tools=[TOOL], reasoning={"effort": "high"})
+    assert [item.type for item in answer.output] == ["reasoning"]
+    calls = dsml_calls(dsml_call("Rome"), dsml_call("Paris")).rstrip()
+    assert f"Paris, too.</think>I look.\nI wait.{calls}" in deepseek.prompt
+    assert deepseek.prompt.count("sun of") == 2
+
+
 def test_reasoning_is_an_item_of_its_own_and_comes_back(glm: World) -> None:
     glm.says("Rome, then.</think>\nSunny.")
     response = ask(glm)

@@ -1,6 +1,7 @@
 """Starting and stopping the process: what it refuses to start with, and that signals end it cleanly."""
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -13,58 +14,56 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from base.errors import StartupError
-from gateway.config import GatewayConfig
-from gateway.process import Gateway
 from gateway.tokenizer import CheckpointTokenizer
-from tests.gateway.world import EOS, RunningGateway, write_checkpoint
+from tests.gateway.world import EOS, RunningGateway, World, write_checkpoint
 
 
 @pytest.mark.parametrize(
-    ("complaint", "template", "flags"),
+    ("complaint", "flags"),
     [
-        ("no such directory", None, {"model_path": Path("nowhere")}),
-        (r"no config\.json", None, {"model_path": Path(__file__).parent}),
-        ("expected 2 to 512", None, {"context_length": 513}),
-        ("--tool-call-parser glm47: expected the tool call parser deepseek_v32", None, {"tool_call_parser": "glm47"}),
-        (r"--chat-template .*none\.jinja: .*No such file", "", {"chat_template": Path("none.jinja")}),
+        ("no such directory", {"model_path": Path("nowhere")}),
+        (r"no config\.json", {"model_path": Path(__file__).parent}),
+        ("expected 2 to 512", {"context_length": 513}),
+        ("--tool-call-parser glm47: expected the tool call parser deepseek_v32", {"tool_call_parser": "glm47"}),
+        (r"--chat-template .*none\.jinja: .*No such file", {"chat_template": Path("none.jinja")}),
+        ("--max-total-body-mib 1 is less than the largest body, 2 MiB", {"max_body_mib": 2, "max_total_body_mib": 1}),
+        (
+            "--max-total-answer-mib 1 is less than what one request may take, 2",
+            {"max_answer_mib": 2, "max_total_answer_mib": 1},
+        ),
+        ("--api-key-file none: No such file", {"api_key_file": Path("none")}),
+        ("--priority-key-file none: other clients need keys, too", {"priority_key_file": Path("none")}),
+        ("--operator-key-file none: other clients need keys, too", {"operator_key_file": Path("none")}),
+        ("--status-page.* give --operator-key-file", {"status_page": True, "api_keys": ("sk-client",)}),
     ],
 )
 def test_unusable_flags_stop_the_start(
-    tmp_path: Path, complaint: str, template: str | None, flags: dict[str, Any]
+    tmp_path: Path, start_error: Callable[..., str], complaint: str, flags: dict[str, Any]
 ) -> None:
-    checkpoint = write_checkpoint(tmp_path, chat_template=template)
-    with pytest.raises(StartupError, match=complaint):
-        Gateway(GatewayConfig(**{"model_path": checkpoint, "port": 0, "control_port": 0, **flags}))
+    checkpoint = write_checkpoint(tmp_path, chat_template=None)
+    assert re.search(complaint, start_error(**{"model_path": checkpoint, **flags}))
 
 
 @pytest.mark.parametrize("damage", [None, "{", "{}"])
-def test_missing_or_broken_tokenizer(tmp_path: Path, damage: str | None) -> None:
+def test_missing_or_broken_tokenizer(tmp_path: Path, start_error: Callable[..., str], damage: str | None) -> None:
     directory = write_checkpoint(tmp_path)
     (directory / "tokenizer.json").unlink()
     if damage is not None:
         (directory / "tokenizer.json").write_text(damage)
-    with pytest.raises(StartupError, match="cannot load its tokenizer") as error:
-        Gateway(GatewayConfig(model_path=directory, port=0, control_port=0))
-    assert "\n" not in str(error.value)
+    assert "cannot load its tokenizer" in start_error(model_path=directory)
 
 
-def test_config_without_a_vocabulary(tmp_path: Path) -> None:
+def test_config_without_a_vocabulary(tmp_path: Path, start_error: Callable[..., str]) -> None:
     directory = write_checkpoint(tmp_path)
     (directory / "config.json").write_text(json.dumps({"model_type": "deepseek_v32"}))
-    with pytest.raises(StartupError, match="vocab_size must be a positive integer, found None"):
-        Gateway(GatewayConfig(model_path=directory, port=0, control_port=0))
+    assert "vocab_size must be a positive integer, found None" in start_error(model_path=directory)
 
 
 def test_a_model_without_a_chat_template_has_completions_only(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path, chat_template=None, model_type="glm_moe_dsa")
-    gateway = RunningGateway(GatewayConfig(model_path=checkpoint, port=0, control_port=0))
-    try:
-        answer = httpx.post(f"{gateway.url}/v1/chat/completions", json={"messages": [{"role": "user"}]})
-        assert answer.status_code == 400
-        assert "use /v1/completions" in answer.json()["error"]["message"]
-    finally:
-        gateway.stop()
+    with World(write_checkpoint(tmp_path, chat_template=None, model_type="glm_moe_dsa")) as world:
+        answer = world.http.post("/v1/chat/completions", json={"messages": [{"role": "user"}]})
+    assert answer.status_code == 400
+    assert "use /v1/completions" in answer.json()["error"]["message"]
 
 
 def test_stop_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:
@@ -107,15 +106,13 @@ def test_token_ids_that_the_tokenizer_lacks_are_no_text(checkpoint: Path) -> Non
     assert tokenizer.piece(99999) == ""
 
 
-def test_ports_in_use(checkpoint: Path) -> None:
+def test_ports_in_use(start_error: Callable[..., str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(StartupError, match="cannot bind the HTTP port"):
-            Gateway(GatewayConfig(model_path=checkpoint, port=port, control_port=0))
-        with pytest.raises(StartupError, match="cannot bind the control port"):
-            Gateway(GatewayConfig(model_path=checkpoint, port=0, control_port=port))
+        assert "cannot bind the HTTP port" in start_error(port=port)
+        assert "cannot bind the control port" in start_error(control_port=port)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

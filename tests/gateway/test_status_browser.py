@@ -39,7 +39,6 @@ NEVER_PREFILLED = 300
 @dataclass
 class _Stream:
     asked: Generate
-    gateway: Peer
     sent: int
 
 
@@ -58,13 +57,13 @@ class SteadyNode(FakeDecodeNode):
             self.streams.pop(message.request_id, None)
         super().deliver(sender, message)
 
-    def _generate(self, sender: Peer, request: Generate) -> None:
+    def _generate(self, request: Generate) -> None:
         if not self.generated[1:]:
             blocks = np.arange(self.room // 40, dtype=np.uint64)
-            self.control.send(sender, CacheUpdate.of(1, blocks, blocks[:0], whole=True))
+            self.control.send(self._gateway, CacheUpdate.of(1, blocks, blocks[:0], whole=True))
         self.hold_after = 0
-        super()._generate(sender, request)
-        self.streams[request.request_id] = _Stream(request, sender, len(request.generated))
+        super()._generate(request)
+        self.streams[request.request_id] = _Stream(request, len(request.generated))
 
     def _tick(self) -> None:
         self.ticks += 1
@@ -76,7 +75,7 @@ class SteadyNode(FakeDecodeNode):
             last = stream.sent + 1 == stream.asked.max_new_tokens
             cached = prompt // 3 if stream.sent == 0 else 0
             token = Output(request_id, stream.sent, (Token(97),), "length" if last else None, cached_tokens=cached)
-            self.send(stream.gateway, token)
+            self.send(token)
             stream.sent += 1
             if last:
                 del self.streams[request_id]

@@ -9,12 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from base.errors import StartupError
 from control.messages import Heartbeat, NodeTotals
 from gateway import cluster_status
 from gateway.cluster_status import SAMPLES, ClusterStatus
-from gateway.config import GatewayConfig
-from gateway.process import Gateway
 from tests.gateway.nodes import wait_until
 from tests.gateway.test_access import key_file, refused, status_with
 from tests.gateway.world import RunningGateway, World
@@ -189,17 +186,3 @@ def test_operators_look_at_a_gateway_that_takes_no_more_requests(start_gateway: 
     gateway.gateway._admission.serving = 1024
     assert status_with(gateway, "sk-client") == 429
     assert status_with(gateway, "sk-ops", "/v1/cluster") == 200
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"status_page": True, "api_keys": ("sk-client",)}, "give --operator-key-file"),
-        ({"operator_key_file": Path("ops")}, "--operator-key-file ops: other clients need keys, too"),
-    ],
-)
-def test_operators_keys_without_clients_keys_or_the_reverse_stop_the_start(
-    checkpoint: Path, flags: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(StartupError, match=message):
-        Gateway(GatewayConfig(model_path=checkpoint, port=0, control_port=0, **flags))

@@ -3,12 +3,10 @@
 import json
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from control.grammar import JSON_OBJECT, Grammar, JsonSchema, Lark, Regex, Structure, TextChoice
-from tests.gateway.nodes import FakeDecodeNode
 from tests.gateway.world import QUESTION, WEATHER, World
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -30,16 +28,14 @@ FORMS: list[tuple[dict[str, Any], Structure]] = [
 
 
 @pytest.mark.parametrize(("fields", "structure"), FORMS)
-def test_nodes_are_told_the_structure(
-    http: httpx.Client, decode: FakeDecodeNode, fields: dict[str, Any], structure: Structure
-) -> None:
-    assert http.post("/v1/completions", json={"prompt": "a", **fields}).status_code == 200
-    assert decode.generated[0].grammar == Grammar(structure=structure)
+def test_nodes_are_told_the_structure(fresh: World, fields: dict[str, Any], structure: Structure) -> None:
+    assert fresh.http.post("/v1/completions", json={"prompt": "a", **fields}).status_code == 200
+    assert fresh.decode.generated[0].grammar == Grammar(structure=structure)
 
 
-def test_text_is_free_by_default(http: httpx.Client, decode: FakeDecodeNode) -> None:
-    assert http.post("/v1/completions", json={"prompt": "a", "response_format": {"type": "text"}}).status_code == 200
-    assert decode.generated[0].grammar is None
+def test_text_is_free_by_default(fresh: World) -> None:
+    assert fresh.post(response_format={"type": "text"}).status_code == 200
+    assert fresh.decode.generated[0].grammar is None
 
 
 def test_behind_reasoning_the_structure_begins(glm: World) -> None:
@@ -64,22 +60,22 @@ def test_a_call_that_is_required_is_a_grammar(deepseek: World, choice: Any) -> N
     assert ("clock" in grammar.structure.grammar) == (choice == "required")
 
 
-def test_a_grammar_that_no_node_can_compile_is_the_clients_mistake(http: httpx.Client, decode: FakeDecodeNode) -> None:
-    decode.invalid = "json_schema at /properties/a: cannot be compiled"
-    answer = http.post("/v1/completions", json={"prompt": "a", "response_format": {"type": "json_object"}})
+def test_a_grammar_that_no_node_can_compile_is_the_clients_mistake(fresh: World) -> None:
+    fresh.decode.invalid = "json_schema at /properties/a: cannot be compiled"
+    answer = fresh.http.post("/v1/completions", json={"prompt": "a", "response_format": {"type": "json_object"}})
     assert answer.status_code == 400
     error = answer.json()["error"]
-    assert (error["message"], error["param"]) == (f"response_format: {decode.invalid}", "response_format")
-    assert len(decode.generated) == 1
+    assert (error["message"], error["param"]) == (f"response_format: {fresh.decode.invalid}", "response_format")
+    assert len(fresh.decode.generated) == 1
 
 
 def test_the_field_of_a_grammar_is_named_as_the_endpoint_names_it(deepseek: World) -> None:
     deepseek.decode.invalid = "json_schema at /properties/a: cannot be compiled"
     form = {"type": "json_schema", "name": "x", "schema": SCHEMA}
-    answer = httpx.post(f"{deepseek.gateway.url}/v1/responses", json={"input": "a", "text": {"format": form}})
+    answer = deepseek.http.post("/v1/responses", json={"input": "a", "text": {"format": form}})
     assert answer.json()["error"]["message"] == f"text.format: {deepseek.decode.invalid}"
-    answer = httpx.post(
-        f"{deepseek.gateway.url}/v1/completions",
+    answer = deepseek.http.post(
+        "/v1/completions",
         json={"prompt": "a", "structured_outputs": {"regex": "a" * 2**16}},
     )
     assert answer.json()["error"]["param"] == "structured_outputs.regex"

@@ -1,13 +1,11 @@
 """/tokenize and /detokenize."""
 
-import httpx
-
 from tests.gateway.nodes import CONTEXT
-from tests.gateway.world import BOS, MODEL, RunningGateway
+from tests.gateway.world import BOS, MODEL, World
 
 
-def test_a_text_becomes_tokens_and_text_again(http: httpx.Client) -> None:
-    answer = http.post("/tokenize", json={"model": MODEL, "prompt": "hi é"})
+def test_a_text_becomes_tokens_and_text_again(world: World) -> None:
+    answer = world.http.post("/tokenize", json={"model": MODEL, "prompt": "hi é"})
     assert answer.json() == {
         "count": 5,
         "max_model_len": CONTEXT,
@@ -15,22 +13,22 @@ def test_a_text_becomes_tokens_and_text_again(http: httpx.Client) -> None:
         "token_strs": None,
     }
     tokens = answer.json()["tokens"]
-    assert http.post("/detokenize", json={"model": MODEL, "tokens": tokens}).json() == {"prompt": "hi é"}
-    assert http.post("/detokenize", json={"tokens": [BOS, 104]}).json() == {"prompt": "<bos>h"}
+    assert world.http.post("/detokenize", json={"model": MODEL, "tokens": tokens}).json() == {"prompt": "hi é"}
+    assert world.http.post("/detokenize", json={"tokens": [BOS, 104]}).json() == {"prompt": "<bos>h"}
 
 
-def test_tokens_are_spelled_as_the_vocabulary_does(http: httpx.Client) -> None:
-    answer = http.post("/tokenize", json={"prompt": "a b<eos>", "return_token_strs": True}).json()
+def test_tokens_are_spelled_as_the_vocabulary_does(world: World) -> None:
+    answer = world.http.post("/tokenize", json={"prompt": "a b<eos>", "return_token_strs": True}).json()
     assert answer["token_strs"] == ["a", "Ġ", "b", "<eos>"]
 
 
-def test_a_conversation_becomes_the_prompt_that_a_chat_would_get(http: httpx.Client) -> None:
+def test_a_conversation_becomes_the_prompt_that_a_chat_would_get(world: World) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    tokens = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    tokens = world.http.post("/tokenize", json={"messages": messages}).json()["tokens"]
     assert bytes(tokens).decode() == "u:hi\na:"
     thinking = {"messages": messages, "chat_template_kwargs": {"thinking": True}}
-    assert bytes(http.post("/tokenize", json=thinking).json()["tokens"]).decode() == "u:hi\na:<think>"
+    assert bytes(world.http.post("/tokenize", json=thinking).json()["tokens"]).decode() == "u:hi\na:<think>"
 
 
-def test_another_model_is_not_found(http: httpx.Client, gateway: RunningGateway) -> None:
-    assert http.post("/tokenize", json={"model": "other", "prompt": "a"}).status_code == 404
+def test_another_model_is_not_found(world: World) -> None:
+    assert world.http.post("/tokenize", json={"model": "other", "prompt": "a"}).status_code == 404

@@ -1,6 +1,5 @@
 """What a gateway's spans say of a request, and what it tells nodes of its trace."""
 
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -55,9 +54,7 @@ def test_the_span_of_a_request_says_what_was_asked_and_answered(traced: World, c
 
 
 def test_routing_is_told_with_all_candidates(traced: World, collector: Collector) -> None:
-    other = traced.start_decode(queued_tokens=10**6)
-    registry = traced.gateway.gateway.registry
-    wait_until(lambda: "load=1000000" in "".join(registry.candidates("decode", time.monotonic(), {})))
+    other = traced.start_full_decode()
     traced.post(max_tokens=2)
     wait_until(lambda: collector.named("wait"))
     [route], [wait] = collector.named("route"), collector.named("wait")
@@ -72,9 +69,8 @@ def test_routing_is_told_with_all_candidates(traced: World, collector: Collector
 def test_a_migration_is_a_span_with_its_reason(traced: World, collector: Collector) -> None:
     traced.decode.chunks = [[97], [98]]
     traced.decode.extra_outputs = [Output(request_id="-", start=2, finish_reason="lost", error="scripted")]
-    other = traced.start_decode(queued_tokens=10**6)
+    other = traced.start_full_decode()
     other.chunks = [[letter] for letter in b"abcd"]
-    wait_until(lambda: 'nodes{role="decode"} 2.0' in traced.metrics())
     assert traced.post(max_tokens=4).status_code == 200
     wait_until(lambda: collector.named("POST /v1/completions"))
     [migrate], [first, second] = collector.named("migrate"), collector.named("stream")

@@ -6,8 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.gateway.test_fields import chunks_of
-from tests.gateway.world import EOS, MODEL, QUESTION, VOCAB, World
+from tests.gateway.world import EOS, MODEL, QUESTION, VOCAB, World, chunks_of
 
 ASK: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "abc", "max_tokens": 100},

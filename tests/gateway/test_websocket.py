@@ -180,6 +180,12 @@ def test_a_turn_that_fails_forgets_what_it_continues(glm: World) -> None:
         ('{"type": "response.create", "input": [{"type": "web_search_call"}]}', "input.0"),
         ('{"type": "response.create", "input": "a", "tools": [{"type": "function", "name": 3}]}', "tools.0.name"),
         ('{"type": "response.create", "input": "a", "metadata": {"a": 123456789012345678901234}}', "metadata.a"),
+        ('{"type": "response.create", "input": "a", "temperature": 1e999}', "temperature"),
+        (
+            '{"type": "response.create", "input": "a", "tools": [{"type": "function", "name": "a", "parameters": '
+            '{"const": NaN}}]}',
+            "tools.0.parameters",
+        ),
     ],
 )
 def test_a_message_that_is_wrong_costs_its_turn_alone(glm: World, message: str | bytes, param: str | None) -> None:
@@ -341,7 +347,7 @@ def test_a_draining_gateway_ends_turns_and_closes_websockets(fresh: World) -> No
         assert idle.closed() == 1012
         [asked] = fresh.decode.generated
         rest = Output(request_id=asked.request_id, start=1, tokens=(Token(token_id=98),), finish_reason="length")
-        fresh.decode.send(fresh.gateway.gateway.control.me, rest)
+        fresh.decode.send(rest)
         assert busy.answer()[-1]["response"]["usage"]["output_tokens"] == 2
         assert (busy.closed(), silent.closed()) == (1012, 1012)
     fresh.gateway.join()

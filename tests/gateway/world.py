@@ -22,7 +22,7 @@ from control.plane import ControlPlaneFailed
 from gateway.config import GatewayConfig
 from gateway.held_answers import HeldAnswers
 from gateway.process import Gateway
-from tests.gateway.nodes import CONTEXT, FakeDecodeNode, FakeNode
+from tests.gateway.nodes import CONTEXT, FakeDecodeNode, FakeNode, wait_until
 
 MODEL = "tiny"
 BOS, EOS = 256, 257
@@ -58,6 +58,15 @@ WEATHER: dict[str, Any] = {
     },
 }
 QUESTION: dict[str, Any] = {"role": "user", "content": "How is it in Rome?"}
+
+_CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}
+ENDPOINTS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "abc", "max_tokens": 6},
+    "/v1/chat/completions": _CHAT,
+    "/v1/responses": {"input": "hi", "max_output_tokens": 6},
+    "/v1/messages": _CHAT,
+}
+"""Bodies for six tokens."""
 
 
 def held_answers(per_request: int = 1 << 30, total: int = 1 << 30) -> HeldAnswers:
@@ -123,6 +132,11 @@ class RunningGateway:
         """Open HTTP connections."""
         return len(self.gateway._http.server_state.connections)
 
+    def counted(self, name: str, reason: str) -> float:
+        """A counter of its metrics, by its label `reason`."""
+        registry = self.gateway.metrics.registry
+        return registry.get_sample_value(f"hisparse_pd_{name}_total", {"reason": reason}) or 0.0
+
     @property
     def serving(self) -> int:
         """HTTP requests that are being served."""
@@ -171,6 +185,13 @@ def said(text: str) -> list[list[int]]:
     return [*(list(raw[start : start + 5]) for start in range(0, len(raw), 5)), [EOS]]
 
 
+def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The chunks of a stream of OpenAI's older endpoints."""
+    *chunks, done = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert done == "[DONE]"
+    return [json.loads(chunk) for chunk in chunks]
+
+
 def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
     """The events of a stream that names them."""
     *blocks, rest = answer.text.split("\n\n")
@@ -200,8 +221,8 @@ class World:
         self.prefill = FakeNode(address, "prefill", max_request_tokens=context).start()
         self.decode = FakeDecodeNode(address, max_request_tokens=context).start()
         self.http = httpx.Client(base_url=self.gateway.url, timeout=20)
-        self.client = openai.OpenAI(base_url=f"{self.gateway.url}/v1", api_key="none", max_retries=0, timeout=20)
-        self.anthropic = anthropic.Anthropic(base_url=self.gateway.url, api_key="none", max_retries=0, timeout=20)
+        self.client: Any = openai.OpenAI(base_url=f"{self.gateway.url}/v1", api_key="none", max_retries=0, timeout=20)
+        self.anthropic: Any = anthropic.Anthropic(base_url=self.gateway.url, api_key="none", max_retries=0, timeout=20)
 
     def says(self, text: str) -> None:
         self.decode.reset()
@@ -224,7 +245,11 @@ class World:
 
     def chat(self, *messages: dict[str, Any], **fields: Any) -> Any:
         fields = {"max_tokens": 4096, "tools": [WEATHER], **fields}
-        return self.client.chat.completions.create(model=MODEL, messages=list(messages), **fields)  # type: ignore[call-overload]
+        return self.client.chat.completions.create(model=MODEL, messages=list(messages), **fields)
+
+    def complete(self, **fields: Any) -> Any:
+        """Ask for a completion by the official client."""
+        return self.client.completions.create(model=MODEL, **fields)
 
     def post(self, **fields: Any) -> httpx.Response:
         """Ask for a completion."""
@@ -249,6 +274,18 @@ class World:
         self._more.append(node)
         return node.start()
 
+    def start_full_decode(self) -> FakeDecodeNode:
+        """Another decode node, which gets only what the first one does not take."""
+        node, registry = self.start_decode(queued_tokens=10**6), self.gateway.gateway.registry
+        wait_until(lambda: registry.nodes[node.me.address].load >= 10**6)
+        return node
+
+    def leaves(self, node: FakeNode) -> None:
+        """The gateway gives that node nothing more."""
+        node.membership.leave()
+        registry = self.gateway.gateway.registry
+        wait_until(lambda: registry.nodes[node.me.address].leaving)
+
     def metrics(self) -> str:
         return self.http.get("/metrics").text
 
@@ -261,9 +298,10 @@ class World:
     def close(self) -> None:
         for client in (self.client, self.anthropic, self.http):
             client.close()
+        # Before the nodes: it waits for their answers to its cancels.
+        self.gateway.stop()
         for node in (self.prefill, self.decode, *self._more):
             node.die()
-        self.gateway.stop()
         self._background.shutdown()
 
 

@@ -30,8 +30,8 @@ class RawClient:
         """Sends a head and what there is of a body."""
         self.send("\r\n".join([f"POST {path} HTTP/1.1", "Host: test", *headers, "", body]))
 
-    def get(self, path: str) -> None:
-        self.send(f"GET {path} HTTP/1.1\r\nHost: test\r\n\r\n")
+    def get(self, path: str, *headers: str) -> None:
+        self.send("\r\n".join([f"GET {path} HTTP/1.1", "Host: test", *headers, "", ""]))
 
     def rest(self) -> str:
         """Everything until the other side closes the connection."""

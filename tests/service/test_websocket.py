@@ -1,6 +1,6 @@
 """What a WebSocket's client may take of a server's time and memory, whatever the application does."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -16,6 +16,8 @@ from tests.service.test_connections import HUGE, Served
 from tests.starting import starting
 
 MESSAGE_BYTES = 1 << 20
+UPGRADE = ("Connection: Upgrade", "Upgrade: websocket")
+HANDSHAKE = ("Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "Sec-WebSocket-Version: 13")
 
 
 class Echo(Served):
@@ -136,8 +138,7 @@ def test_what_is_no_websocket_frame_ends_the_connection(serve: Callable[..., Ech
 def test_a_client_that_does_not_read_is_given_up(serve: Callable[..., Echo]) -> None:
     served = serve(reader_timeout=0.5)
     with RawClient(served.port, receive_buffer=4096) as client:
-        key = "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13"
-        client.send(f"GET /flood HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n{key}\r\n\r\n")
+        client.get("/flood", *UPGRADE, *HANDSHAKE)
         wait_until(lambda: served.refused("reader_timeout") == 1, what="the reader to be given up")
     wait_until(lambda: not served.connections, what="the connection to close")
 
@@ -145,19 +146,18 @@ def test_a_client_that_does_not_read_is_given_up(serve: Callable[..., Echo]) -> 
 def test_pongs_do_not_pile_up_for_a_client_that_does_not_read(serve: Callable[..., Echo]) -> None:
     served = serve(reader_timeout=30.0)
     with RawClient(served.port, receive_buffer=4096) as client:
-        key = "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13"
-        client.send(f"GET /flood HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n{key}\r\n\r\n")
+        client.get("/flood", *UPGRADE, *HANDSHAKE)
         wait_until(lambda: any(not each.writable.is_set() for each in served.sockets), what="full buffers")
         client.send(frame(PING, b"p" * 125) * (HUGE // 131))
         [socket] = served.sockets
         assert socket.transport.get_write_buffer_size() < HUGE // 8
 
 
-@pytest.mark.parametrize(("head", "answer"), [("", "HTTP/1.1 400"), ("Content-Length: 5\r\n", "")])
-def test_a_handshake_that_is_none_is_refused(serve: Callable[..., Echo], head: str, answer: str) -> None:
+@pytest.mark.parametrize(("head", "answer"), [((), "HTTP/1.1 400"), (("Content-Length: 5",), "")])
+def test_a_handshake_that_is_none_is_refused(serve: Callable[..., Echo], head: Sequence[str], answer: str) -> None:
     served = serve()
     with RawClient(served.port) as client:
-        client.send(f"GET /echo HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n{head}\r\n")
+        client.get("/echo", *UPGRADE, *head)
         assert client.rest()[: len("HTTP/1.1 400")] == answer
     assert served.refused("malformed") == 1
     wait_until(lambda: not served.connections, what="the connection to close")
@@ -166,6 +166,6 @@ def test_a_handshake_that_is_none_is_refused(serve: Callable[..., Echo], head: s
 def test_a_server_without_websockets_answers_plain_http() -> None:
     served = Served(ConnectionLimits())
     with RawClient(served.port) as client:
-        client.send("GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+        client.get("/health", *UPGRADE)
         assert client.answer().startswith("HTTP/1.1 200")
     served.server.stop()

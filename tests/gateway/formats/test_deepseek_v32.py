@@ -15,8 +15,9 @@ from gateway.formats.families import choose_format
 from gateway.formats.tools import CallRules, ToolSet
 from tests.gateway.formats.examples import calls_of, content_of, parse, reasoning_of, tool
 
-FORMAT = choose_format("deepseek_v32", template=None)
-assert FORMAT is not None
+chosen = choose_format("deepseek_v32", template=None)
+assert chosen is not None
+FORMAT = chosen
 BEGIN = "<｜begin▁of▁sentence｜>"
 END = "<｜end▁of▁sentence｜>"
 DATETIME = tool("get_datetime", {"timezone": {"type": "string"}}, ["timezone"])
@@ -50,7 +51,6 @@ def system(content: str) -> dict[str, Any]:
 
 
 def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **options: Any) -> str:
-    assert FORMAT is not None
     return FORMAT.render(messages, tools or [], **options).text
 
 
@@ -165,12 +165,10 @@ Here are the functions available in JSONSchema format:
 
 
 def test_the_published_conversation_with_thinking() -> None:
-    assert FORMAT is not None
     assert FORMAT.render(CONVERSATION, [DATETIME, WEATHER], thinking=True) == Prompt(RENDERED, reasoning=True)
 
 
 def test_without_thinking_no_reasoning_is_shown() -> None:
-    assert FORMAT is not None
     expected = RENDERED.replace("<think>I can query directly.", "").removesuffix("<think>") + "</think>"
     assert FORMAT.render(CONVERSATION, [DATETIME, WEATHER]) == Prompt(expected, reasoning=False)
 
@@ -187,7 +185,6 @@ def test_without_thinking_no_reasoning_is_shown() -> None:
     ],
 )
 def test_thinking_is_asked_for(thinking: bool | None, variables: dict[str, Any], reasons: bool) -> None:
-    assert FORMAT is not None
     prompt = FORMAT.render([user("hello")], thinking=thinking, variables=variables)
     assert prompt == Prompt(f"{BEGIN}<｜User｜>hello<｜Assistant｜>{'<think>' if reasons else '</think>'}", reasons)
 
@@ -289,7 +286,6 @@ def test_what_cannot_be_rendered_is_named(messages: list[dict[str, Any]], names:
 @pytest.mark.parametrize("thinking", [False, True])
 @pytest.mark.parametrize("whole_calls", [False, True])
 def test_the_parser_reads_what_the_encoder_writes(thinking: bool, whole_calls: bool) -> None:
-    assert FORMAT is not None
     tools = [tool("f", {"a": {}, "b": {}}), DATETIME]
     answers = [
         assistant(

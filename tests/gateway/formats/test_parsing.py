@@ -2,6 +2,7 @@
 """What parsers make of answers, however these are cut; and when they give out what."""
 
 import json
+import time
 
 import pytest
 
@@ -19,16 +20,9 @@ from tests.gateway.formats.examples import (
     reasoning_of,
     tool,
 )
+from tests.gateway.formats.test_json_prefix import is_json
 
 _IDS = [f"{example.family}-{number}" for number, example in enumerate(EXAMPLES)]
-
-
-def is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 def parser_for(example: Example, *, whole_calls: bool = False):
@@ -212,6 +206,16 @@ def test_a_long_answer_takes_time_in_proportion_to_its_length() -> None:
     events = [event for at in range(0, len(text), 4) for event in parser.push(text[at : at + 4])]
     (call,) = calls_of([*events, *parser.finish()])
     assert json.loads(call.arguments) == {"location": value}
+
+
+@pytest.mark.parametrize(
+    ("piece", "pieces"), [(" " * 64, 20_000), ("<tool_call>" * 150_000, 1)], ids=["white space", "markers"]
+)
+def test_an_answer_of_one_token_over_and_over_costs_little(piece: str, pieces: int) -> None:
+    """A client has the model write it by `logit_bias`. White space may belong to a call; markers begin none here."""
+    began = time.thread_time()
+    assert content_of(parse(parser_of("glm", reasoning=False), [piece] * pieces)) == piece * pieces
+    assert time.thread_time() - began < 5.0, "in proportion to its length it takes a tenth of that"
 
 
 def test_a_call_in_a_value_that_is_no_json_is_not_read() -> None:
