@@ -310,13 +310,15 @@ def _chat_format(wanted: TextFormat | JsonObjectFormat | JsonSchemaFormat | None
 def messages_of(instructions: str | None, items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
     """The messages of a chat: instructions, and then the items.
 
-    Reasoning, text and calls that follow each other are one message, and so is all up to the results of the calls.
+    Reasoning, text and calls that follow each other are one message, and so is all up to the results of the calls. The
+    result of a call that a compaction has is the user's.
     """
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(items, str):
         return [*messages, {"role": "user", "content": items}]
     answer: dict[str, Any] | None = None
     """The assistant's message that the next items may belong to."""
+    called: set[str] = set()
 
     def begun(*after: str) -> dict[str, Any]:
         """The assistant's message; a new one if the last has no calls, and any of the fields `after` already."""
@@ -336,9 +338,14 @@ def messages_of(instructions: str | None, items: str | Sequence[InputItem]) -> l
             case FunctionCall():
                 call = chat_call(item.call_id, item.name, item.arguments)
                 begun().setdefault("tool_calls", []).append(call)
+                called.add(item.call_id)
+            case FunctionCallOutput(call_id=call_id) if call_id in called:
+                answer = None
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": text_of(item.output)})
             case FunctionCallOutput():
                 answer = None
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
+                content = f"The result of the call {item.call_id}:\n\n{text_of(item.output)}"
+                messages.append({"role": "user", "content": content})
             case Compaction():
                 answer = None
                 content = f"A summary of the conversation until here:\n\n{item.encrypted_content}"

@@ -48,12 +48,17 @@ def test_a_summary_is_bounded_and_may_fill_what_the_context_leaves(glm: World) -
     assert room < glm.decode.generated[-1].max_new_tokens < 600
 
 
-def test_the_output_of_a_call_may_follow_the_summary_that_has_the_call(glm: World) -> None:
-    glm.says("</think>ok")
+@pytest.mark.parametrize("family", ["glm", "deepseek"])
+def test_the_output_of_a_call_may_follow_the_summary_that_has_the_call(
+    family: str, request: pytest.FixtureRequest
+) -> None:
+    world: World = request.getfixturevalue(family)
+    world.says("</think>ok")
     item = {"type": "compaction", "encrypted_content": encoded_summary("The weather was asked for.")}
     output = {"type": "function_call_output", "call_id": "c", "output": "sun"}
-    answer = glm.http.post("/v1/responses", json={"model": MODEL, "input": [item, output]})
+    answer = world.http.post("/v1/responses", json={"model": MODEL, "input": [item, output]})
     assert answer.status_code == 200, answer.text
+    assert world.prompt.count("The result of the call c:\n\nsun") == 1
 
 
 def test_a_model_that_writes_no_summary_is_an_error(glm: World) -> None:
