@@ -90,7 +90,7 @@ class Quarantine:
 
     @property
     def num_slots(self) -> int:
-        return self._reservations.quarantined_slots
+        return sum(r.num_slots for r in self._reservations.quarantined)
 
     def fresh_slots(self, seconds: float) -> int:
         """Slots that have been in quarantine for less than that."""

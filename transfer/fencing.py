@@ -140,10 +140,6 @@ class ReservationTable(Generic[KeyT, ProcessT, ResourceT]):
     def lingering(self) -> list[ResourceT]:
         return [r.resource for r in self if r.state is ReservationState.LINGERING]
 
-    @property
-    def quarantined_slots(self) -> int:
-        return sum(r.num_slots for r in self.quarantined)
-
     def is_writable(self, key: KeyT) -> bool:
         reservation = self._table.get(key)
         return reservation is not None and reservation.state is ReservationState.WRITABLE
