@@ -274,7 +274,8 @@ class RequestTable(dict[str, Request]):
 class Limits:
     """Which requests a node accepts.
 
-    host_slots: of the whole host pool. max_waiting: requests in state WAITING; more are rejected.
+    host_slots: of the whole host pool. max_waiting: requests in state WAITING; more are rejected. As many
+    may wait in state LANDED.
     """
 
     context_length: int

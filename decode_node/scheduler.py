@@ -163,11 +163,18 @@ class Scheduler:
         """Start waiting requests, in order, until one has to wait for host slots.
 
         Of a group one is prefilled. The others wait for that, and share its prompt. One that needs log probabilities of
-        its prompt is prefilled by itself.
+        its prompt is prefilled by itself. None is started while `max_waiting` before it have landed: prompts that are
+        cached take no slots, so nothing else would bound how many wait to be admitted.
         """
-        waiting = self.requests.in_state(RequestState.WAITING)
+        waiting = self.requests.in_state(RequestState.WAITING, RequestState.LANDED)
         donors = self.requests.donors() if waiting else {}
+        landed = 0
         for request in waiting:
+            landed += request.state is RequestState.LANDED
+            if request.state is RequestState.LANDED:
+                continue
+            if landed >= self._limits.max_waiting:
+                return
             shares = not request.generated and not request.lacks_logprobs
             donor = donors.get(request.generate.group) if shares else None
             if donor is not None and not request.has_prompt_of(donor):
@@ -181,6 +188,7 @@ class Scheduler:
                 continue
             if not self.slots.start_prefill(request, node, donor):
                 return
+            landed += request.state is RequestState.LANDED
             if request.generate.group and request.state is not RequestState.WAITING:
                 donors.setdefault(request.generate.group, request)
 

@@ -89,6 +89,15 @@ def test_beyond_the_bounded_queue_requests_are_rejected_and_it_reopens() -> None
     assert set(h.answers) == {"a", "b", "c", "f"}
 
 
+def test_requests_whose_prompts_take_no_slots_are_bounded_too() -> None:
+    h = World(max_running=1, max_waiting=2)
+    assert [h.ask(str(number), prompt=(1,), tokens=50) is None for number in range(6)] == [True] * 4 + [False] * 2
+    states = [request.state for request in h.scheduler.requests.values()]
+    assert states == [RequestState.LANDED] * 2 + [RequestState.WAITING] * 2
+    h.run()
+    assert set(h.answers) == set("0123")
+
+
 def test_what_could_never_run_is_refused_with_numbers() -> None:
     h = World(host_slots=100)
     assert "exceed the context of 1000" in h.ask("a", prompt=(1,) * 990, tokens=20).reason  # type: ignore[attr-defined]
