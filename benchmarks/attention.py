@@ -20,6 +20,7 @@ from rich.console import Console
 from base.errors import StartupError
 from benchmarks.attention_extras import deep_gemm_scores, flash_mla, flash_mla_prompt
 from benchmarks.attention_report import CaseResult, print_results
+from benchmarks.documents import check_writable
 from benchmarks.graph_timing import Work, copy_gb_per_s, median_us
 from benchmarks.machine import this_machine
 from benchmarks.program import run
@@ -85,6 +86,7 @@ def main(
     """Time the torch and the Triton backend side by side, and Triton on fp8 KV."""
     if not torch.cuda.is_available():
         raise StartupError("the attention benchmark needs a CUDA device")
+    check_writable(json_path)
     torch.set_default_device("cuda")
     if sweep is not None:
         from benchmarks.attention_sweep import run_sweep

@@ -14,6 +14,7 @@ from benchmarks.decode.report import CaseResult, print_results, write_json, writ
 from benchmarks.decode.selections import NewPositions, Selections, read_selections
 from benchmarks.decode.timing import KernelTimes, use_streams
 from benchmarks.decode.workload import build_model
+from benchmarks.documents import check_writable
 from benchmarks.plotting import check_installed
 from benchmarks.swap_in.timing import copy_gb_per_s
 from benchmarks.swap_in.workload import Shape
@@ -28,6 +29,7 @@ def run_decode_bench(config: DecodeBench, console: Console | None = None) -> lis
     if not torch.cuda.is_available():
         raise StartupError("bench decode needs a CUDA device")
     check_installed()
+    check_writable(config.json, config.png)
     batches = numbers("--batch", config.batches or _BATCHES, least=1)
     counts = config.new_positions or (() if config.selections else _NEW_POSITIONS)
     new_positions = numbers("--new-positions", counts, least=0) if counts else []

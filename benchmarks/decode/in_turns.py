@@ -19,6 +19,7 @@ from benchmarks.decode.bench import numbers, selections_of
 from benchmarks.decode.config import DecodeBench
 from benchmarks.decode.timing import describe_filling, use_streams
 from benchmarks.decode.workload import build_model
+from benchmarks.documents import check_writable
 from benchmarks.parts_report import table, what_was_computed, write_document
 from benchmarks.program import run
 from model.families import ShapeName
@@ -107,6 +108,7 @@ def main(
         steps=steps,
         json=json,
     )
+    check_writable(json)
     batches = numbers("--batch", (batch,), least=1)
     device = torch.device("cuda", torch.cuda.current_device())
     try:

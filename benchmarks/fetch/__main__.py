@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from base.errors import StartupError
+from benchmarks.documents import check_writable
 from benchmarks.fetch.measure import Case, Links, Node, Pass, run_link, tiny_model
 from benchmarks.flags import parse_numbers
 from benchmarks.machine import this_machine
@@ -29,9 +30,13 @@ def main(
     json_path: Annotated[Path, typer.Option("--json")] = Path("bench-fetch.json"),
 ) -> None:
     """Compute the longest prefix once, fetch all of them over plain and throttled links, and compare."""
+    check_writable(json_path)
     console = Console()
-    tokens = sorted(parse_numbers("--lengths", lengths.split(",")))
-    if any(length % chunk for length in tokens):
+    tokens = sorted(parse_numbers("--lengths", [lengths]))
+    limits = parse_numbers("--fetch-rate", [fetch_rate]) if fetch_rate else ()
+    if any(rate <= 0 for rate in limits):
+        raise StartupError(f"--fetch-rate {fetch_rate}: expected numbers above 0")
+    if any(length <= 0 or length % chunk for length in tokens):
         raise StartupError(f"--lengths {lengths}: expected multiples of --chunked-prefill-size {chunk}")
     with tiny_model(layers, tokens[-1] + chunk) as model:
         node = Node(model, tokens[-1] + chunk, chunk)
@@ -39,11 +44,11 @@ def main(
         passes = node.compute(tokens[-1], lambda done: _say_pass(console, done))
         median = tokens[(len(tokens) - 1) // 2]
         crossing = median * node.pool.layout.token_bytes / sum(p.seconds for p in passes if p.stop <= median)
-        rates = parse_numbers("--fetch-rate", fetch_rate.split(",")) if fetch_rate else [r * crossing for r in _RATES]
         cases: list[Case] = []
-        for protocol, limits in (("shm", [0.0]), ("tcp", [0.0, *rates])):
+        throttled = limits or [rate * crossing for rate in _RATES]
+        for protocol, rates in (("shm", [0.0]), ("tcp", [0.0, *throttled])):
             links = Links(node, protocol, tokens[-1])  # type: ignore[arg-type]
-            for rate in limits:
+            for rate in rates:
                 cases += run_link(links, node, passes, tokens, rate, lambda case: _say(console, case))
             links.close()
     _print(console, cases, node.pool.layout.token_bytes)

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from base.errors import StartupError
+from benchmarks.documents import check_writable
 from benchmarks.fp8.layers import BYTES_PER_US, LINEAR, OPERATIONS_PER_US, RANKS, Result, expert_results, linear_results
 from benchmarks.fp8.sweep import sweep_experts, sweep_linear, sweep_prefill
 from benchmarks.machine import this_machine
@@ -44,6 +45,7 @@ def main(
     """Time products of block-fp8 weights."""
     if not torch.cuda.is_available():
         raise StartupError("the fp8 benchmark needs a CUDA device")
+    check_writable(json_path)
     torch.set_default_device("cuda")
     torch.manual_seed(0)
     console = Console()

@@ -23,7 +23,7 @@ from benchmarks.passkey import CHECKPOINT
 from benchmarks.passkey.exam import Marked, examine, questions
 from benchmarks.program import run
 from benchmarks.serving.config import ServingBench
-from benchmarks.serving.services import Service, remote, variant
+from benchmarks.serving.services import Service, check_labels, remote, variant
 
 _SHOWN = 5
 """Wrong answers of a service that are quoted."""
@@ -58,6 +58,9 @@ def main(
         # More threads would slow down a small model.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         services = [variant(words, model_path, serve_flags or ()) for words in variants or [""]]
+    check_labels(services)
+    for service in services:
+        service.check()
     asked = questions(parse_numbers("--lengths", [lengths]), count, seed)
     marked: dict[str, list[Marked]] = {}
     with Progress(console=Console(stderr=True), refresh_per_second=2) as bar:

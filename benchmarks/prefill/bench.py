@@ -7,6 +7,7 @@ from rich.console import Console
 
 from base.errors import StartupError
 from benchmarks.decode.workload import build_model
+from benchmarks.documents import check_writable
 from benchmarks.plotting import check_installed
 from benchmarks.prefill.config import PrefillBench
 from benchmarks.prefill.report import CaseResult, print_results, write_json, write_png
@@ -20,6 +21,7 @@ def run_prefill_bench(config: PrefillBench, console: Console | None = None) -> l
     if not torch.cuda.is_available():
         raise StartupError("bench prefill needs a CUDA device")
     check_installed()
+    check_writable(config.json, config.png)
     contexts = config.lengths
     console = console or Console()
     device = torch.device("cuda", torch.cuda.current_device())

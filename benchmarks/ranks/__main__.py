@@ -54,6 +54,7 @@ def main(
             env={**os.environ, **place.variables()},
             pass_fds=place.descriptors,
             preexec_fn=die_with_parent,
+            start_new_session=True,  # Ctrl-C is for this process, which ends them
         )
         for place in places
     ]

@@ -20,6 +20,7 @@ from benchmarks.serving.replay import Scale, TraceReplay, read_replay
 from benchmarks.serving.report import Report, document, print_report, write_json
 from benchmarks.serving.services import (
     Service,
+    check_labels,
     context_length,
     local_services,
     remote,
@@ -45,6 +46,7 @@ def run_serving_bench(config: ServingBench) -> Report:
     config.check()
     disturbance = Disturbance()
     services, workload = _subjects(config)
+    check_labels(services)
     for service in services:
         service.check()
     options = config.options

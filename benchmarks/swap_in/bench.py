@@ -5,6 +5,7 @@ from rich.console import Console
 from rich.progress import track
 
 from base.errors import StartupError
+from benchmarks.documents import check_writable
 from benchmarks.plotting import check_installed
 from benchmarks.swap_in.config import SwapInBench
 from benchmarks.swap_in.launchers import Launcher, Ours, Peer, peer_version
@@ -72,3 +73,4 @@ def _check(config: SwapInBench, shape: Shape) -> None:
     # Refuses sizes that swap-in cannot have, and that would have it cut queries.
     HiSparseConfig(config.device_buffer_size, shape.union)
     check_installed()
+    check_writable(config.json, config.png)

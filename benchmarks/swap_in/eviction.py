@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from base.errors import StartupError
 from benchmarks.program import run
 from hisparse.residency import Residency
 
@@ -89,9 +91,20 @@ def print_results(results: list[EvictionResult], console: Console) -> None:
 
 
 def load_trace(path: Path) -> tuple[Trace, int]:
-    """A recorded trace (.npz: `positions` int [steps, k], `first` the newest position of step 0), and `first`."""
-    with np.load(path) as recorded:
-        return recorded["positions"].astype(np.int64), int(recorded["first"])
+    """A recorded trace (.npz: `positions` int [steps, k], `first` the newest position of step 0), and `first`.
+
+    Raises StartupError for any other file.
+    """
+    try:
+        with np.load(path) as recorded:
+            positions, first = recorded["positions"].astype(np.int64), int(recorded["first"])
+        if positions.ndim != 2 or not len(positions):
+            raise ValueError(f"positions have shape {positions.shape}")
+    except OSError as error:
+        raise StartupError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
+        raise StartupError(f"{path}: no recorded trace of benchmarks.swap_in.record: {error}") from error
+    return positions, first
 
 
 # Policies
@@ -271,6 +284,8 @@ def main(
     traces: Annotated[list[Path] | None, typer.Option("--trace", help="A recorded trace, .npz.")] = None,
 ) -> None:
     """Play synthetic and recorded traces against every policy."""
+    if context_length < top_k:
+        raise StartupError(f"--context-length {context_length}: expected at least {top_k}, which is --top-k")
     run_eviction_bench(
         EvictionBench(top_k=top_k, context_length=context_length, steps=steps, traces=tuple(traces or ()))
     )

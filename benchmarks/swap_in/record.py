@@ -34,6 +34,7 @@ from kvcache.paged_pool import PagedKVPool
 from model.config import ModelSpec
 from model.loader import choose_backend, load_model, read_spec, resolve_dtype
 from model.sparse_model import SparseModel
+from service.node_model import use_device
 
 _PAGE = 64
 _CHUNK = 2048
@@ -138,7 +139,11 @@ def main(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint directory; default: the trained one.")] = CHECKPOINT,
     prompt: Annotated[
         Path | None,
-        typer.Option(help="Text to decode after; default: English for the trained model, random token ids for others."),
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Text to decode after; default: English for the trained model, random token ids for others.",
+        ),
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt.")] = 4096,
     steps: Annotated[int, typer.Option(min=1, help="Tokens to decode.")] = 800,
@@ -146,11 +151,15 @@ def main(
         float, typer.Option(min=0, help="At which they are drawn; at 0 a small model repeats itself.")
     ] = 0.7,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    out: Annotated[Path, typer.Option(help="Directory for the traces.")] = Path("bench-traces"),
+    out: Annotated[Path, typer.Option(file_okay=False, help="Directory for the traces.")] = Path("bench-traces"),
 ) -> None:
     """Record what a model selects, as traces for the eviction benchmark."""
+    where = use_device(device)
     if prompt is None and checkpoint == CHECKPOINT:
-        ids = passage_ids(random.Random(0), prompt_tokens)
+        try:
+            ids = passage_ids(random.Random(0), prompt_tokens)
+        except ValueError as error:
+            raise StartupError(f"--prompt-tokens {prompt_tokens}: {error}") from error
     elif prompt is None:
         vocab = read_spec(checkpoint, resolve_dtype(checkpoint, "auto"), None).vocab_size
         ids = np.random.default_rng(0).integers(0, vocab, prompt_tokens).tolist()
@@ -158,7 +167,7 @@ def main(
         from gateway.tokenizer import CheckpointTokenizer
 
         ids = CheckpointTokenizer(str(checkpoint)).encode(prompt.read_text(), special_tokens=True)[:prompt_tokens]
-    traces = record(checkpoint, ids, steps, torch.device(device), Sampling(temperature=temperature))
+    traces = record(checkpoint, ids, steps, where, Sampling(temperature=temperature))
     out.mkdir(parents=True, exist_ok=True)
     for layer, positions in traces.items():
         np.savez_compressed(
