@@ -14,9 +14,9 @@ from rich.console import Console
 
 from base.errors import StartupError
 from benchmarks.documents import check_writable
-from benchmarks.parts_report import table
 from benchmarks.plotting import new_figure
 from benchmarks.program import run
+from benchmarks.tables import table
 
 Curve = dict[int, float]
 """Tokens per second of a GPU, by requests."""
@@ -52,7 +52,7 @@ def main(
     figure = new_figure(figsize=(4 * len(curves), 3.2), layout="constrained")
     panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
     for panel, (context, ways) in zip(panels, curves.items(), strict=True):
-        shown = table(f"{context} tokens a request, tokens/s", "requests", *ways)
+        shown = table("requests", *ways, title=f"{context} tokens a request, tokens/s")
         for batch in sorted({batch for curve in ways.values() for batch in curve}):
             rates = (curve.get(batch) for curve in ways.values())
             shown.add_row(str(batch), *("does not fit" if rate is None else f"{rate:.0f}" for rate in rates))

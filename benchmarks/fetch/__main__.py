@@ -1,20 +1,19 @@
 """`python -m benchmarks.fetch`: fetching a prefix from another process against computing it, on CPUs."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from base.errors import StartupError
-from benchmarks.documents import check_writable
+from benchmarks.documents import check_writable, write_document
 from benchmarks.fetch.measure import Case, Links, Node, Pass, run_link, tiny_model
 from benchmarks.flags import parse_numbers
 from benchmarks.machine import this_machine
 from benchmarks.program import run
+from benchmarks.tables import table
 
 _RATES = (8.0, 2.0, 1.4, 0.7)
 """Throttled links, in multiples of the rate at which fetching the median length takes as long as computing it."""
@@ -52,12 +51,11 @@ def main(
                 cases += run_link(links, node, passes, tokens, rate, lambda case: _say(console, case))
             links.close()
     _print(console, cases, node.pool.layout.token_bytes)
-    document = {
-        "machine": asdict(this_machine()),
+    content = {
         "passes": [asdict(each) for each in passes],
         "cases": [asdict(case) | {"fetches": case.fetches, "is_right": case.is_right} for case in cases],
     }
-    json_path.write_text(json.dumps(document, indent=1) + "\n")
+    write_document(json_path, content)
 
 
 def _say_pass(console: Console, done: Pass) -> None:
@@ -70,11 +68,9 @@ def _say(console: Console, case: Case) -> None:
 
 
 def _print(console: Console, cases: list[Case], token_bytes: int) -> None:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("link", "MB/s", "tokens", "compute", "fetch", "+ pass", "ahead", "estimates", "chosen"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    shown = table("link", "MB/s", "tokens", "compute", "fetch", "+ pass", "ahead", "estimates", "chosen")
     for case in sorted(cases, key=lambda case: (case.transport, -(case.rate or 1e18), case.tokens)):
-        table.add_row(
+        shown.add_row(
             case.transport,
             f"{case.rate / 1e6:.2f}" if case.rate else "plain",
             str(case.tokens),
@@ -85,7 +81,7 @@ def _print(console: Console, cases: list[Case], token_bytes: int) -> None:
             f"{case.estimated_computing:.2f} / {case.estimated_fetching:.2f}",
             ("fetch" if case.fetches else "compute") + ("" if case.is_right else "!"),
         )
-    console.print(table)
+    console.print(shown)
     right = sum(case.is_right for case in cases)
     console.print(
         f"Seconds. The choice is the faster way in {right} of {len(cases)} (others: !). {token_bytes} bytes a token. "

@@ -5,6 +5,7 @@ from rich.console import Console
 from rich.progress import track
 
 from base.errors import StartupError
+from benchmarks.device import need_cuda
 from benchmarks.documents import check_writable
 from benchmarks.plotting import check_installed
 from benchmarks.swap_in.config import SwapInBench
@@ -64,8 +65,7 @@ def _time(launcher: Launcher) -> Timing:
 
 def _check(config: SwapInBench, shape: Shape) -> None:
     """Raises StartupError for what cannot be measured."""
-    if not torch.cuda.is_available():
-        raise StartupError("bench swap-in needs a CUDA device")
+    need_cuda("bench swap-in")
     if not config.batches or min(config.batches) < 1 or not config.misses or min(config.misses) < 0:
         raise StartupError("bench swap-in needs batches of 1 and more, and misses of 0 and more")
     if max(config.misses) > config.top_k:

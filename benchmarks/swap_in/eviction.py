@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from base.errors import StartupError
 from benchmarks.program import run
+from benchmarks.tables import table
 from hisparse.residency import Residency
 
 Trace = npt.NDArray[np.int64]
@@ -74,13 +74,11 @@ def run_eviction_bench(config: EvictionBench, console: Console | None = None) ->
 
 def print_results(results: list[EvictionResult], console: Console) -> None:
     """A line per trace and size; says whether the policy is anywhere more than a point under LRU."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("trace", "hot slots", "clock %", "LRU %", "optimum %", "clock - LRU"):
-        table.add_column(heading, justify="left" if heading == "trace" else "right", no_wrap=True)
+    shown = table("trace", "hot slots", "clock %", "LRU %", "optimum %", "clock - LRU", words=("trace",))
     for result in results:
         rates = (f"{rate:.2f}" for rate in (result.clock, result.lru, result.optimum))
-        table.add_row(result.trace, str(result.hot_size), *rates, f"{result.clock - result.lru:+.2f}")
-    console.print(table)
+        shown.add_row(result.trace, str(result.hot_size), *rates, f"{result.clock - result.lru:+.2f}")
+    console.print(shown)
     worst = min(results, key=lambda result: result.clock - result.lru)
     verdict = "never" if worst.clock - worst.lru >= -1 else "MORE THAN"
     console.print(
