@@ -11,8 +11,7 @@ from rich.table import Table
 from benchmarks.documents import write_document
 from benchmarks.machine import this_machine
 from benchmarks.percentiles import Percentiles
-from benchmarks.prefix_cost.first_token import FirstTokens
-from benchmarks.prefix_cost.processor import ProcessorTimes
+from benchmarks.prefix_cost.figures import FirstTokens, ProcessorTimes
 from benchmarks.tables import table
 
 SCHEMA = 1

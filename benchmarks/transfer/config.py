@@ -10,8 +10,7 @@ from base.flags import Flag
 from benchmarks.documents import check_writable
 from benchmarks.flags import parse_choices, parse_numbers, swept
 from benchmarks.plotting import check_installed
-from benchmarks.transfer.cases import Case, Fragmentation, Protocol, Sweep
-from benchmarks.transfer.groups import Group
+from benchmarks.transfer.cases import Case, Fragmentation, Group, Protocol, Sweep
 from prefill_node.config import TransferChecksum
 from service.config import IbDevice
 

@@ -14,9 +14,9 @@ from benchmarks.disturbance import warning
 from benchmarks.machine import Machine
 from benchmarks.percentiles import Percentiles
 from benchmarks.tables import table
-from benchmarks.transfer.groups import Group
+from benchmarks.transfer.cases import Group
+from benchmarks.transfer.methods import CaseResult, MethodResult
 from benchmarks.transfer.overlap import Overlap
-from benchmarks.transfer.results import CaseResult, MethodResult
 
 SCHEMA = 1
 
