@@ -18,16 +18,14 @@ from base.errors import StartupError
 from benchmarks.passkey import CHECKPOINT
 from benchmarks.passkey.text import passage_ids
 from benchmarks.program import run
-from benchmarks.stepping import GREEDY, launch, next_tokens
+from benchmarks.stepping import GREEDY, launch, next_tokens, tiers_of_one
 from benchmarks.wrapped_backend import WrappedBackend
 from control.messages import Sampling
 from engine.chunked import ChunkedPrefill, PrefillJob
 from engine.runner import ModelRunner
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
-from hisparse.sizing import plan_sizes
 from hisparse.swap_in import StagedKV
-from hisparse.tiers import build_tiers
 from kernels.attention import AttentionBackend
 from kernels.operands import IndexQueries, PagedKeys
 from kvcache.paged_pool import PagedKVPool
@@ -38,7 +36,6 @@ from service.node_model import use_device
 
 _PAGE = 64
 _CHUNK = 2048
-_PLENTY = 1 << 40
 _REQUEST = "recorded"
 
 
@@ -71,7 +68,9 @@ def record(
         )
     backend = RecordingBackend(choose_backend("auto", device, spec))
     model = load_model(checkpoint, dtype, device, None, backend)
-    coordinator = _tiers(spec, len(prompt_ids) + steps, device)
+    tokens, k = len(prompt_ids) + steps, spec.index_topk
+    config = HiSparseConfig(max(tokens, k), k, host_to_device_ratio=1.0, host_pool_gib=None)
+    coordinator = tiers_of_one(config, spec.kv_layout, tokens, device)
     pool = PagedKVPool(spec.kv_layout, -(-len(prompt_ids) // _PAGE), _PAGE, device)
     prefill: ChunkedPrefill[PrefillJob] = ChunkedPrefill(pool, _CHUNK)
     _prefill(model, prefill, coordinator, prompt_ids)
@@ -83,24 +82,6 @@ def record(
     coordinator.request_finished(_REQUEST)
     coordinator.close()
     return _by_layer(backend.selected, spec)
-
-
-def _tiers(spec: ModelSpec, tokens: int, device: torch.device) -> HiSparseCoordinator:
-    sizes = plan_sizes(
-        HiSparseConfig(
-            device_buffer_size=max(tokens, spec.index_topk),
-            top_k=spec.index_topk,
-            host_to_device_ratio=1.0,
-            host_pool_gib=None,
-        ),
-        spec.kv_layout,
-        max_running_requests=1,
-        context_length=tokens,
-        index_page_size=_PAGE,
-        available_host_bytes=_PLENTY,
-        available_device_bytes=_PLENTY,
-    )
-    return build_tiers(sizes, device)
 
 
 def _prefill(
