@@ -74,7 +74,7 @@ async def serve(answer: Answer, port: int = 0) -> asyncio.Server:
                     await answer(request, reply)
                 else:
                     reply.whole(400, {"error": {"message": "expected a completion request with prompt and max_tokens"}})
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError, ValueError):
             writer.close()
 
     return await asyncio.start_server(connection, LOOPBACK, port)

@@ -26,6 +26,7 @@ from benchmarks.swap_in import eviction, foresight, record, unions
 from tests.benchmarks.conftest import Json, bench, in_full, refusal, started
 from tests.benchmarks.test_programs import narrow_config
 from tests.e2e.cluster import all_gone, children_of, wait_until
+from tests.test_house import ROOT
 
 Main = Callable[..., None]
 FEW = ("--input-tokens", "5", "--output-tokens", "2", "--concurrency", "1", "--num-requests", "1")
@@ -239,3 +240,9 @@ def test_an_interrupt_ends_all_processes_without_a_traceback(words: list[str], t
         wait_until(lambda: all_gone(below), timeout=10, what="all processes to end")
         log.seek(0)
         assert "Traceback" not in log.read()
+
+
+def test_a_step_that_the_script_for_gpus_does_not_have_is_refused(tmp_path: Path) -> None:
+    script = ["sh", "benchmarks/gpu.sh", str(tmp_path), "top_k"]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "gpu.sh: no step is called top_k\n")
