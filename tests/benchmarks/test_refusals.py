@@ -32,6 +32,17 @@ Main = Callable[..., None]
 FEW = ("--input-tokens", "5", "--output-tokens", "2", "--concurrency", "1", "--num-requests", "1")
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with files that are not what they are given as."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("a text\n")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "trace").write_text('{"input_length": 700, "hash_ids": [1, 2]}\n')
+    (tmp_path / "prompts").write_text('{"prompt": [2147483648]}\n')
+    return tmp_path
+
+
 def refused(main: Main, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     """The line with which a program refuses these words."""
     monkeypatch.setattr(sys, "argv", ["program", *words])
@@ -44,49 +55,43 @@ def refused(main: Main, words: list[str], monkeypatch: pytest.MonkeyPatch, capsy
 @pytest.mark.parametrize(
     ("main", "words", "reason"),
     [
-        (loading.main, ["new", "--device", "cuda:99"], "--device cuda:99: this machine has"),
-        (loading.main, ["new", "--device", "cpu", "--dtype", "decimal"], "--dtype decimal: expected"),
-        (loading.main, [".", "--device", "cpu"], "no *.safetensors"),
-        (grammar.main, ["--device", "tpu"], "--device tpu: expected cpu, cuda or cuda:N"),
-        (logits.main, ["--device", "tpu"], "--device tpu: expected cpu, cuda or cuda:N"),
-        (record.main, ["--device", "tpu"], "--device tpu: expected cpu, cuda or cuda:N"),
-        (record.main, ["--prompt", "nowhere"], "nowhere"),
-        (record.main, ["--prompt-tokens", "9000000"], "a passage has at most"),
-        (eviction.main, ["--top-k", "9", "--context-length", "8"], "--context-length 8: expected at least 9"),
-        *((main, ["--trace", "nowhere"], "nowhere") for main in (eviction.main, unions.main, foresight.main)),
-        *((main, ["--trace", "text"], "text: no recorded trace") for main in (eviction.main, unions.main)),
-        (curves.main, ["nowhere"], "nowhere"),
-        (curves.main, ["text"], "text: no figures of benchmarks.decode.in_turns"),
-        (curves.main, ["config.json"], "config.json: no figures of benchmarks.decode.in_turns"),
-        (gateway.main, ["--core", "4096"], "--core 4096: expected one of"),
-        (gateway.main, ["--rounds", "0"], "--rounds"),
-        (gateway.main, ["--tokens", "4096"], "--tokens"),
-        (fetch.main, ["--lengths", "0"], "--lengths 0: expected multiples"),
-        (fetch.main, ["--fetch-rate", "many"], "--fetch-rate many: expected numbers"),
-        (fetch.main, ["--fetch-rate", "-5"], "--fetch-rate -5: expected numbers above 0"),
-        (prefix.main, ["--json", "nowhere/out.json"], "nowhere/out.json cannot be written"),
-        (prefix.main, ["--trace", "trace", "--slots", "inf%"], "--slots inf%: expected slots"),
-        (stub_program.main, ["--port", "TAKEN"], "cannot listen"),
+        (loading.main, "new --device cuda:99", "--device cuda:99: this machine has"),
+        (loading.main, "new --device cpu --dtype decimal", "--dtype decimal: expected"),
+        (loading.main, ". --device cpu", "no *.safetensors"),
+        (grammar.main, "--device tpu", "--device tpu: expected cpu, cuda or cuda:N"),
+        (logits.main, "--device tpu", "--device tpu: expected cpu, cuda or cuda:N"),
+        (record.main, "--device tpu", "--device tpu: expected cpu, cuda or cuda:N"),
+        (record.main, "--prompt nowhere", "nowhere"),
+        (record.main, "--prompt-tokens 9000000", "a passage has at most"),
+        (eviction.main, "--top-k 9 --context-length 8", "--context-length 8: expected at least 9"),
+        *((main, "--trace nowhere", "nowhere") for main in (eviction.main, unions.main, foresight.main)),
+        *((main, "--trace text", "text: no recorded trace") for main in (eviction.main, unions.main)),
+        (curves.main, "nowhere", "nowhere"),
+        (curves.main, "text", "text: no figures of benchmarks.decode.in_turns"),
+        (curves.main, "config.json", "config.json: no figures of benchmarks.decode.in_turns"),
+        (gateway.main, "--core 4096", "--core 4096: expected one of"),
+        (gateway.main, "--rounds 0", "--rounds"),
+        (gateway.main, "--tokens 4096", "--tokens"),
+        (fetch.main, "--lengths 0", "--lengths 0: expected multiples"),
+        (fetch.main, "--fetch-rate many", "--fetch-rate many: expected numbers"),
+        (fetch.main, "--fetch-rate -5", "--fetch-rate -5: expected numbers above 0"),
+        (prefix.main, "--json nowhere/out.json", "nowhere/out.json cannot be written"),
+        (prefix.main, "--trace trace --slots inf%", "--slots inf%: expected slots"),
+        (stub_program.main, "--port TAKEN", "cannot listen"),
     ],
 )
 def test_a_program_refuses_in_one_line_and_writes_nothing(
     main: Main,
-    words: list[str],
+    words: str,
     reason: str,
     stub: Callable[..., str],
-    tmp_path: Path,
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text").write_text("a text\n")
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "trace").write_text('{"input_length": 700, "hash_ids": [1, 2]}\n')
-    before = set(tmp_path.iterdir())
-    taken = stub().rpartition(":")[2]
-    words = [taken if word == "TAKEN" else word for word in words]
-    assert reason in refused(main, words, monkeypatch, capsys)
-    assert set(tmp_path.iterdir()) == before
+    before, port = set(folder.iterdir()), stub().rpartition(":")[2]
+    assert reason in refused(main, words.replace("TAKEN", port).split(), monkeypatch, capsys)
+    assert set(folder.iterdir()) == before
 
 
 @pytest.mark.parametrize(
@@ -113,28 +118,68 @@ def test_a_line_that_is_no_request_of_a_trace_is_named(
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--json", "nowhere/out.json"], "nowhere/out.json cannot be written"),
-        (["--png", "."], ". cannot be written"),
-        (["--api-key", "schlüssel"], "--api-key: expected ASCII"),
-        (["--base-url", "STUB"], "two services are called"),
-        (["--vocab-size", "2147483649"], "2147483649"),
-        (["--prompts", "prompts"], "--prompts prompts, line 1: expected"),
-        (["--trace", "trace", "--speed", "nan"], "--speed nan: expected more than 0"),
+        ("serving --base-url http://127.0.0.1:1", "no service answers at http://127.0.0.1:1/v1/models"),
+        ("serving --base-url localhost:8000", "--base-url localhost:8000: expected http://HOST:PORT"),
+        ("serving --base-url STUB --model gpt-9", "does not serve 'gpt-9', but 'stub'"),
+        ("serving --base-url STUB --model-path /m", "--model-path: for a service that is started here"),
+        (
+            "serving --base-url STUB -- --device cuda",
+            "flags of serve: for a service that is started here",
+        ),
+        (
+            "serving --base-url STUB --concurrency 4 --request-rate 1",
+            "--concurrency or --request-rate",
+        ),
+        ("serving --base-url STUB --concurrency 0", "--concurrency 0: expected at least 1"),
+        ("serving --base-url STUB --extra-body []", "--extra-body []: expected a JSON object"),
+        (
+            "serving --base-url STUB --range-ratio 1",
+            "--range-ratio 1.0: expected 0 or more, and less than 1",
+        ),
+        ("serving --model m", "--model: the name of a model at --base-url"),
+        ("serving --model-path /nowhere", "--model-path /nowhere: no config.json"),
+        (
+            "serving --input-tokens 16384 --output-tokens 1",
+            "16385 tokens of prompt and answer: the model that is",
+        ),
+        (
+            "serving --trace trace --turns 2 --input-tokens 9",
+            "--input-tokens, --turns: a trace has its own",
+        ),
+        ("serving --speed 2 --limit 3", "--limit, --speed: for --trace, which is not given"),
+        ("serving --trace trace --block-tokens 100", "--block-tokens 100: expected a multiple of 64"),
+        ("serving --trace trace --speed 0", "--speed 0: expected more than 0"),
+        ("serving --trace trace --concurrency 1,2", "--trace: expected one load"),
+        ("serving --trace /nowhere", "--trace /nowhere: "),
+        (
+            "serving --prompts trace --turns 2",
+            "--prompts: with --turns and --shared-prefix, prompts are random",
+        ),
+        (
+            "serving --base-url http://127.0.0.1:1 --variant on=",
+            "--variant: for a service that is started here",
+        ),
+        ("serving --base-url STUB --json nowhere/out.json", "nowhere/out.json cannot be written"),
+        ("serving --base-url STUB --png .", ". cannot be written"),
+        ("serving --base-url STUB --api-key schlüssel", "--api-key: expected ASCII"),
+        ("serving --base-url STUB --base-url STUB", "two services are called"),
+        ("serving --base-url STUB --vocab-size 2147483649", "2147483649"),
+        ("serving --base-url STUB --prompts prompts", "--prompts prompts, line 1: expected"),
+        ("serving --base-url STUB --trace trace --speed nan", "--speed nan: expected more than 0"),
+        ("transfer --role initiator", "--role initiator needs --target HOST:PORT"),
+        ("transfer --role initiator --target nowhere", "--target nowhere: expected HOST:PORT"),
+        ("transfer --role initiator --target 127.0.0.1:1", "no target at 127.0.0.1:1"),
+        ("transfer --target 127.0.0.1:1", "--target is for --role initiator"),
+        ("transfer --protocol udp", "--protocol udp: expected tcp or rdma or shm"),
+        ("transfer --protocol rdma", "no RDMA device"),
     ],
 )
-def test_what_would_end_a_run_later_is_refused_before(
-    words: list[str],
-    reason: str,
-    stub: Callable[..., str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_command_refuses_in_one_line_and_writes_nothing(
+    words: str, reason: str, stub: Callable[..., str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "prompts").write_text('{"prompt": [2147483648]}\n')
-    (tmp_path / "trace").write_text('{"input_length": 5, "hash_ids": [1]}\n')
-    url = stub()
-    assert reason in refusal(capsys, "serving", "--base-url", url, *(url if word == "STUB" else word for word in words))
+    before, url = set(folder.iterdir()), stub()
+    assert reason in refusal(capsys, *words.replace("STUB", url).split())
+    assert set(folder.iterdir()) == before
 
 
 @pytest.mark.parametrize(
