@@ -5,7 +5,6 @@ of a graph reads rows or pages of its own, more in all than the device caches, a
 `--sweep` times ways to cut the fp8 kernels instead.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -17,11 +16,11 @@ import torch
 import typer
 from rich.console import Console
 
-from base.errors import StartupError
 from benchmarks.attention_extras import deep_gemm_scores, flash_mla, flash_mla_prompt
 from benchmarks.attention_report import CaseResult, print_results
+from benchmarks.device import need_cuda
+from benchmarks.documents import check_writable, write_document
 from benchmarks.graph_timing import Work, copy_gb_per_s, median_us
-from benchmarks.machine import this_machine
 from benchmarks.program import run
 from kernels import torch_ops
 from kernels.attention import AttentionBackend, triton_backend
@@ -83,8 +82,8 @@ def main(
     sweep: Annotated[Sweep | None, typer.Option(help="Time ways to cut the fp8 kernels.")] = None,
 ) -> None:
     """Time the torch and the Triton backend side by side, and Triton on fp8 KV."""
-    if not torch.cuda.is_available():
-        raise StartupError("the attention benchmark needs a CUDA device")
+    need_cuda("the attention benchmark")
+    check_writable(json_path)
     torch.set_default_device("cuda")
     if sweep is not None:
         from benchmarks.attention_sweep import run_sweep
@@ -102,15 +101,14 @@ def main(
         f"items of {ITEM_DIM}, top-k {TOPK}; selection: {INDEX_HEADS} heads of {INDEX_DIM} over {context_length} tokens"
     )
     print_results(results, shapes, bandwidth, Console())
-    document = {
+    content = {
         "schema": SCHEMA,
         "device": torch.cuda.get_device_name(),
-        "machine": asdict(this_machine()),
         "context_length": context_length,
         "copy_gb_per_s": bandwidth,
         "results": [asdict(result) for result in results],
     }
-    json_path.write_text(json.dumps(document, indent=2) + "\n")
+    write_document(json_path, content, indent=2)
 
 
 @dataclass(frozen=True)

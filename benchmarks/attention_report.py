@@ -6,6 +6,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.tables import table
+
 
 @dataclass(frozen=True)
 class CaseResult:
@@ -48,12 +50,7 @@ def print_results(results: list[CaseResult], shapes: str, bandwidth: float, cons
 
 
 def _table(title: str, *headings: str) -> Table:
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, collapse_padding=True
-    )
-    for heading in ("", "queries", *headings):
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    return table
+    return table("", "queries", *headings, title=title, words=("",), collapse_padding=True)
 
 
 def _number(value: float | None, digits: int = 1) -> str:

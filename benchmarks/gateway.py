@@ -8,29 +8,32 @@ reported is the processor time of the gateway process alone, between the first s
 import contextlib
 import multiprocessing
 import os
+import queue
 import selectors
 import socket
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from typing import Annotated
 
-import httpx
 import psutil
 import typer
 
 from base.errors import StartupError
 from benchmarks.passkey import CHECKPOINT
-from benchmarks.program import run
+from benchmarks.program import run, uninterrupted
 from benchmarks.scripted_node import ScriptedNode
+from benchmarks.serving.services import wait_ready
+from cli.serve import LOOPBACK, Child, arguments, free_port, processes
 from control.messages import Accepted, Cancel, Ended, FinishReason, Generate, Message, Output, Outputs, Peer, Token
+from service.lifecycle import raise_file_limit
 
 _CONTEXT = 4096
 _TEXT = b"The quick brown fox jumps over the lazy dog. "
 _READY_S = 60.0
+_MOST_STREAMS = 4096
 
 
 class SteppingNode(ScriptedNode):
@@ -69,7 +72,7 @@ def _read_streams(port: int, path: str, body: bytes, streams: int, events: "mult
     selector = selectors.DefaultSelector()
     tails: dict[int, bytes] = {}
     for _ in range(streams):
-        connection = socket.create_connection(("127.0.0.1", port))
+        connection = socket.create_connection((LOOPBACK, port))
         connection.sendall(head.encode() + body)
         selector.register(connection, selectors.EVENT_READ)
         tails[connection.fileno()] = b""
@@ -91,82 +94,66 @@ def _read_streams(port: int, path: str, body: bytes, streams: int, events: "mult
 @contextlib.contextmanager
 def _gateway(core: int, endpoint: str | None) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
     """A gateway process on one core, its HTTP port and its control port. endpoint: for traces, if it makes any."""
-    ports = []
-    for _ in range(2):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            ports.append(probe.getsockname()[1])
-    http, control = ports
-    flags = {"model-path": CHECKPOINT, "host": "127.0.0.1", "port": http, "control-port": control}
-    limits = {"max-concurrent-requests": 4096, "context-length": _CONTEXT}
-    traces = {} if endpoint is None else {"otlp-traces-endpoint": endpoint}
-    words = [word for name, value in {**flags, **limits, **traces}.items() for word in (f"--{name}", str(value))]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen([sys.executable, "-m", "cli.main", "gateway", *words], stdout=log, stderr=log)
+    http, control = free_port(), free_port()
+    flags = {"--model-path": CHECKPOINT, "--host": LOOPBACK, "--port": http, "--control-port": control}
+    limits = {"--max-concurrent-requests": _MOST_STREAMS, "--context-length": _CONTEXT}
+    words = arguments({**flags, **limits, "--otlp-traces-endpoint": endpoint})
+    with tempfile.TemporaryFile() as log, processes([Child("gateway", ["gateway", *words], http)], log) as children:
         try:
-            os.sched_setaffinity(process.pid, {core})
-            yield process, http, control
-        except StartupError:
+            os.sched_setaffinity(children["gateway"].pid, {core})
+            yield children["gateway"], http, control
+        except StartupError as error:
             log.seek(0)
-            raise StartupError(f"the gateway did not start: {log.read().decode()[-1000:]}") from None
-        finally:
-            process.terminate()
-            process.wait(20)
+            raise StartupError(f"{error}; the gateway: {log.read().decode()[-1000:]}") from None
 
 
 def measure(
     path: str, body: bytes, streams: int, tokens: int, interval_s: float, core: int, endpoint: str | None
 ) -> tuple[float, float]:
     """Microseconds of the gateway's processor per token, and events per token that the client got."""
-    with _gateway(core, endpoint) as (process, port, control_port):
-        address = f"127.0.0.1:{control_port}"
+    with _gateway(core, endpoint) as (process, port, control_port), contextlib.ExitStack() as at_end:
+        address = f"{LOOPBACK}:{control_port}"
         prefill, decode = ScriptedNode(address, "prefill", max_request_tokens=_CONTEXT), SteppingNode(address)
-        try:
-            for node in (prefill, decode):
-                node.run(tick_s=0.1)
-            _wait_ready(process, port)
-            events: multiprocessing.Queue[int] = multiprocessing.Queue()
-            client = multiprocessing.Process(target=_read_streams, args=(port, path, body, streams, events))
+        for node in (prefill, decode):
+            at_end.callback(node.die)
+            node.run(tick_s=0.1)
+        wait_ready(f"http://{LOOPBACK}:{port}", {"gateway": process}, _READY_S)
+        events: multiprocessing.Queue[int] = multiprocessing.Queue()
+        client = multiprocessing.Process(target=_read_streams, args=(port, path, body, streams, events))
+        with uninterrupted():
             client.start()
-            until = time.monotonic() + _READY_S
-            while len(decode.requests) < streams:
-                if time.monotonic() > until:
-                    raise StartupError(f"{len(decode.requests)} of {streams} requests have arrived")
-                time.sleep(0.05)
-            time.sleep(0.5)
-            usage = psutil.Process(process.pid)
-            before = sum(usage.cpu_times()[:2])
-            for number in range(tokens):
-                decode.step(number, last=number == tokens - 1)
-                time.sleep(interval_s)
+        at_end.callback(client.kill)
+        until = time.monotonic() + _READY_S
+        while len(decode.requests) < streams:
+            if time.monotonic() > until:
+                raise StartupError(f"{len(decode.requests)} of {streams} requests have arrived")
+            time.sleep(0.05)
+        time.sleep(0.5)
+        usage = psutil.Process(process.pid)
+        before = sum(usage.cpu_times()[:2])
+        for number in range(tokens):
+            decode.step(number, last=number == tokens - 1)
+            time.sleep(interval_s)
+        try:
             count = events.get(timeout=_READY_S)
-            spent = sum(usage.cpu_times()[:2]) - before
-            client.join()
-            return spent / (streams * tokens) * 1e6, count / (streams * tokens)
-        finally:
-            for node in (prefill, decode):
-                node.die()
-
-
-def _wait_ready(process: "subprocess.Popen[bytes]", port: int) -> None:
-    until = time.monotonic() + _READY_S
-    while time.monotonic() < until and process.poll() is None:
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200:
-                return
-        time.sleep(0.1)
-    raise StartupError("not ready")
+        except queue.Empty:
+            raise StartupError(f"the streams have not ended {_READY_S:.0f} s after the last step") from None
+        spent = sum(usage.cpu_times()[:2]) - before
+        return spent / (streams * tokens) * 1e6, count / (streams * tokens)
 
 
 def main(
-    streams: Annotated[int, typer.Option(help="Streams at a time.")] = 512,
-    tokens: Annotated[int, typer.Option(help="Tokens of each stream.")] = 200,
-    interval_ms: Annotated[float, typer.Option(help="From one step of the decode node to the next.")] = 40.0,
-    rounds: Annotated[int, typer.Option(help="Measurements of each endpoint; the median is printed.")] = 3,
+    streams: Annotated[int, typer.Option(min=1, max=_MOST_STREAMS, help="Streams at a time.")] = 512,
+    tokens: Annotated[int, typer.Option(min=1, max=_CONTEXT // 2, help="Tokens of each stream.")] = 200,
+    interval_ms: Annotated[float, typer.Option(min=0, help="From one step of the decode node to the next.")] = 40.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each endpoint; the median is printed.")] = 3,
     core: Annotated[int, typer.Option(help="Which core the gateway gets.")] = 0,
     otlp_traces_endpoint: Annotated[str | None, typer.Option(help="Where the gateway exports traces to.")] = None,
 ) -> None:
     """Measure the processor time of the gateway for each streamed token."""
+    if core not in (cores := os.sched_getaffinity(0)):
+        raise StartupError(f"--core {core}: expected one of {', '.join(map(str, sorted(cores)))}")
+    raise_file_limit()
     prompt = f'"stream": true, "max_tokens": {tokens}, "temperature": 0'
     bodies = {
         "/v1/completions": f'{{"prompt": "hello", {prompt}}}',

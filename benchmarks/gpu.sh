@@ -26,6 +26,12 @@ sanitize() {
 }
 
 for name in "${@:-all}"; do
+    case $name in
+        all | tests | sanitizer | swap-in | top-k | fp8 | attention | small-kernels | decode | overlap | passkey) ;;
+        *) echo "gpu.sh: no step is called $name" >&2 && exit 2 ;;
+    esac
+done
+for name in "${@:-all}"; do
     case $name in all | tests)
         step tests $PYTHON -m pytest -q -p no:cacheprovider -n "${WORKERS:-8}" --dist load -m "" tests/gpu ;;
     esac

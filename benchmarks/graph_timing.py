@@ -16,13 +16,13 @@ def median_us(work: Work, turns: int) -> float:
     work(0)
     torch.cuda.synchronize()
     if turns == 0:
-        return statistics.median(_elapsed_us(lambda: work(0)) for _ in range(3))
+        return statistics.median(elapsed_us(lambda: work(0)) for _ in range(3))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for turn in range(turns):
             work(turn)
     graph.replay()
-    return statistics.median(_elapsed_us(graph.replay) for _ in range(_REPLAYS)) / turns
+    return statistics.median(elapsed_us(graph.replay) for _ in range(_REPLAYS)) / turns
 
 
 def copy_gb_per_s() -> float:
@@ -33,7 +33,8 @@ def copy_gb_per_s() -> float:
     return 2 * source.nbytes / us / 1e3
 
 
-def _elapsed_us(work: Callable[[], object]) -> float:
+def elapsed_us(work: Callable[[], object]) -> float:
+    """Microseconds between an event before and an event after the work."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     work()

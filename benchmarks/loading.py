@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
+from base.errors import StartupError
 from base.memory import human
 from benchmarks.machine import this_machine
 from benchmarks.program import run
@@ -36,6 +37,7 @@ from model.network import Network
 from model.stored_weights import SCALES
 from model.tiny import quantization_config, write_without_weights
 from model.weights import FP8_COLUMNS, Linear, Parts, Weights
+from service.node_model import use_device
 
 _SHARD_BYTES = 4 << 30
 _RANDOM_BYTES = 64 << 20
@@ -57,11 +59,15 @@ def main(
     dtype: str = "bfloat16",
 ) -> None:
     """Time the loading of a checkpoint."""
+    where, kind = use_device(device), getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise StartupError(f"--dtype {dtype}: expected a type of torch, such as bfloat16")
     console = Console()
     begun = time.monotonic()
     if not (directory / "config.json").exists():
         write_checkpoint(directory, published_config(shape, layers, routed_experts))
-    files = sorted(directory.glob("*.safetensors"))
+    if not (files := sorted(directory.glob("*.safetensors"))):
+        raise StartupError(f"{directory}: no *.safetensors are beside its config.json")
     size = sum(file.stat().st_size for file in files)
     forget(files)
     cached = cached_share(files)
@@ -69,7 +75,7 @@ def main(
         f"{human(size)} in {len(files)} files, written and on the disk after {time.monotonic() - begun:.0f} s"
     )
     table = Table("", "GB", "s", "GB/s", title=f"{device}, {dtype}")
-    for done in timed(directory, files, device, dtype):
+    for done in timed(directory, files, where, kind):
         gigabytes = done.num_bytes / 1e9
         table.add_row(done.what, f"{gigabytes:.1f}", f"{done.seconds:.2f}", f"{gigabytes / done.seconds:.2f}")
     console.print(table)
@@ -89,7 +95,7 @@ class Done:
     seconds: float
 
 
-def timed(directory: Path, files: Sequence[Path], device: str, dtype: str) -> Iterator[Done]:
+def timed(directory: Path, files: Sequence[Path], device: torch.device, dtype: torch.dtype) -> Iterator[Done]:
     """Read and load what is not cached, load what is, and read again what is not."""
     size = sum(file.stat().st_size for file in files)
     yield _read("dd, not cached", files[::_DD_SHARE])
@@ -131,11 +137,10 @@ def cached_share(files: Sequence[Path]) -> float:
     return resident / max(1, pages)
 
 
-def _load_seconds(directory: Path, device: str, dtype: str) -> float:
-    where, kind = torch.device(device), getattr(torch, dtype)
-    read_spec(directory, kind)  # what is imported and read at a first use
+def _load_seconds(directory: Path, device: torch.device, dtype: torch.dtype) -> float:
+    read_spec(directory, dtype)  # what is imported and read at a first use
     begun = time.monotonic()
-    load_model(directory, kind, where)
+    load_model(directory, dtype, device)
     return time.monotonic() - begun
 
 
@@ -143,8 +148,7 @@ def write_checkpoint(path: Path, config: Mapping[str, object]) -> None:
     """A checkpoint in block-fp8 with random numbers, as large as a published one of these sizes."""
     wanted = Wanted()
     Network.load(wanted, network_config(AutoConfig.for_model(**config)))
-    quantized = {"quantization_config": quantization_config(BlockFp8(), [])}
-    write_without_weights(path, {**config, **quantized})
+    path.mkdir(parents=True, exist_ok=True)
     shards: list[Tensors] = [{}]
     total = 0
     for name, (dtype, shape) in wanted.tensors.items():
@@ -160,6 +164,8 @@ def write_checkpoint(path: Path, config: Mapping[str, object]) -> None:
         _write_shard(file, tensors)
         file_of |= dict.fromkeys(tensors, file.name)
     (path / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
+    # Last: a checkpoint that was not written whole has no config.json, and is written again.
+    write_without_weights(path, {**config, "quantization_config": quantization_config(BlockFp8(), [])})
 
 
 def _write_shard(file: Path, tensors: Tensors) -> None:

@@ -1,6 +1,5 @@
 """What reports of a step or a chunk, part by part beside limits, have in common: a table, JSON, a figure."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from benchmarks.decode.workload import ModelFlags
-from benchmarks.machine import this_machine
+from benchmarks.documents import write_document
 from benchmarks.plotting import new_figure
 from model.roofline import StepPart
 
@@ -21,14 +20,6 @@ Result = TypeVar("Result")
 GIB = 2**30
 _WIDE = 10_000
 LIMIT = "limit: the larger of bytes at 4.8 TB/s and operations at 800 TFLOP/s (1600 in fp8), part by part"
-
-
-def table(title: str, *headings: str) -> Table:
-    """An empty table of figures."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for heading in headings:
-        made.add_column(heading, justify="right", no_wrap=True)
-    return made
 
 
 def print_columns(console: Console, results: Sequence[Result], made: Callable[[Sequence[Result]], Table]) -> None:
@@ -56,16 +47,15 @@ def what_was_computed(config: ModelFlags, weight_bytes: int) -> str:
     )
 
 
-def write_document(path: Path, schema: int, config: Any, cases: Sequence[Mapping[str, object]]) -> None:
+def write_parts(path: Path, schema: int, config: Any, cases: Sequence[Mapping[str, object]]) -> None:
     """The cases as JSON, with the device, the machine and the flags (a dataclass)."""
-    document = {
+    content = {
         "schema": schema,
         "device": torch.cuda.get_device_name(),
-        "machine": asdict(this_machine()),
         "config": {name: str(value) for name, value in asdict(config).items()},
         "cases": cases,
     }
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    write_document(path, content)
 
 
 def draw_parts(path: Path, bars: Mapping[str, Mapping[StepPart, float]], title: str, cases: str, time: str) -> None:

@@ -19,8 +19,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from base.errors import StartupError
 from benchmarks.machine import this_machine
-from benchmarks.program import run
+from benchmarks.program import run, uninterrupted
 from benchmarks.transfer.ours import ReceivingPool, source_pool
 from benchmarks.transfer.pools import buffers_of, fill
 from control.messages import Destination
@@ -86,14 +87,23 @@ def measured(shape: Shape, rounds: int) -> Iterator[Rates]:
         with_peer = multiprocessing.get_context("spawn")
         connection, child = with_peer.Pipe()
         process = with_peer.Process(target=serve, args=(child, protocol, shape), daemon=True)
-        process.start()
+        with uninterrupted():
+            process.start()
+        child.close()  # so that the end of the other process ends the wait for it
         try:
-            bench = _Bench(protocol, shape, Destination.model_validate_json(connection.recv()))
+            bench = _Bench(protocol, shape, _offered(connection))
             for length in (shape.tokens, 64, 1):
                 yield bench.rates(min(length, shape.tokens), rounds)
         finally:
             process.kill()
             process.join()
+
+
+def _offered(connection: Connection) -> Destination:
+    try:
+        return Destination.model_validate_json(connection.recv())
+    except EOFError:
+        raise StartupError("the process that offers a pool ended; its reason is above") from None
 
 
 def serve(connection: Connection, protocol: Protocol, shape: Shape) -> None:

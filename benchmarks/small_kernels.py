@@ -15,9 +15,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from base.errors import StartupError
+from benchmarks.device import need_cuda
 from benchmarks.graph_timing import Work, copy_gb_per_s, median_us
 from benchmarks.program import run
+from benchmarks.tables import table
 from kernels.operands import IndexQueries, LayerNorm, PartialSums, Rope, RouterConfig
 from kvcache.format import Fp8Format
 
@@ -48,8 +49,7 @@ class Case:
 
 def main(sweep: Annotated[bool, typer.Option(help="Time other cuts of the products instead.")] = False) -> None:
     """Time the small kernels of routers and indexers."""
-    if not torch.cuda.is_available():
-        raise StartupError("the benchmark of small kernels needs a CUDA device")
+    need_cuda("the benchmark of small kernels")
     torch.set_default_device("cuda")
     torch.manual_seed(0)
     console = Console()
@@ -59,13 +59,13 @@ def main(sweep: Annotated[bool, typer.Option(help="Time other cuts of the produc
 
 def _results(bandwidth: float) -> Table:
     """A line per case and number of tokens. bandwidth: GB/s of a copy, of the limit."""
-    table = _table("", "tokens", "limit", "torch", "ours")
+    shown = table("", "tokens", "limit", "torch", "ours", words=("",))
     for tokens in TOKENS:
         for case in (*router_cases(tokens), *indexer_cases(tokens), key_case(tokens)):
             theirs = "" if case.torchs is None else f"{median_us(case.torchs, case.turns):.2f}"
             ours = median_us(case.ours, case.turns)
-            table.add_row(case.name, str(tokens), f"{case.num_bytes / bandwidth / 1e3:.2f}", theirs, f"{ours:.2f}")
-    return table
+            shown.add_row(case.name, str(tokens), f"{case.num_bytes / bandwidth / 1e3:.2f}", theirs, f"{ours:.2f}")
+    return shown
 
 
 def router_cases(tokens: int) -> Iterator[Case]:
@@ -169,7 +169,7 @@ def _swept() -> Table:
     from kernels.triton.encode import encode_index_queries
     from kernels.triton.router import choose_experts, partial_products
 
-    table = _table("", "tokens", *(f"{rows}x{channels}" for rows, channels in CUTS))
+    shown = table("", "tokens", *(f"{rows}x{channels}" for rows, channels in CUTS), words=("",))
     bias = torch.zeros(EXPERTS)
     for name, weights in (("router", _weights(EXPERTS)), ("head weights and queries", _weights(HEADS))):
         for tokens in TOKENS:
@@ -188,8 +188,8 @@ def _swept() -> Table:
                 return encode_index_queries(IndexQueries(queries, sums))
 
             times = (median_us(partial(both, cut=cut), len(weights)) for cut in CUTS)
-            table.add_row(name, str(tokens), *(f"{us:.2f}" for us in times))
-    return table
+            shown.add_row(name, str(tokens), *(f"{us:.2f}" for us in times))
+    return shown
 
 
 def _x(tokens: int) -> torch.Tensor:
@@ -200,13 +200,6 @@ def _weights(rows: int) -> torch.Tensor:
     """Weights of a shape, too many for the device's cache."""
     count = max(32, _UNCACHED_BYTES // (2 * rows * HIDDEN))
     return 0.02 * torch.randn(count, rows, HIDDEN, dtype=torch.bfloat16)
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    return table
 
 
 if __name__ == "__main__":

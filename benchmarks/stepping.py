@@ -1,4 +1,4 @@
-"""Decode steps of a fixed set of requests, without a node around them."""
+"""Decode steps of a fixed set of requests, and tiers for one, without a node around them."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,33 @@ import torch
 
 from control.messages import Sampling
 from engine.runner import Batch, LaunchedStep, ModelRunner
+from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
+from hisparse.sizing import plan_sizes
+from hisparse.tiers import build_tiers
+from kvcache.layout import KVLayout
 
 GREEDY = Sampling(temperature=0)
+
+
+_PLENTY = 1 << 40
+INDEX_PAGE = 64
+
+
+def tiers_of_one(
+    config: HiSparseConfig, layout: KVLayout, context_length: int, device: torch.device, shareable: bool = False
+) -> HiSparseCoordinator:
+    """The tiers of a decode node that runs one request at a time, whatever memory there is."""
+    sizes = plan_sizes(
+        config,
+        layout,
+        max_running_requests=1,
+        context_length=context_length,
+        index_page_size=INDEX_PAGE,
+        available_host_bytes=_PLENTY,
+        available_device_bytes=_PLENTY,
+    )
+    return build_tiers(sizes, device, shareable=shareable)
 
 
 def launch(

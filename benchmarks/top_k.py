@@ -8,11 +8,12 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from base.errors import StartupError
+from benchmarks.device import need_cuda
 from benchmarks.graph_timing import copy_gb_per_s, median_us
 from benchmarks.program import run
+from benchmarks.tables import table
 
 TOPK = 2048
 DECODE = ((1, 8), (1, 32), (1, 128), (1, 1024), (16, 32), (16, 64), (16, 128), (64, 32), (128, 64))
@@ -48,8 +49,7 @@ def main(
     sweep: Annotated[bool, typer.Option(help="Also time each number of blocks per row.")] = False,
 ) -> None:
     """Time all within CUDA graphs, on normally distributed scores."""
-    if not torch.cuda.is_available():
-        raise StartupError("the top-k benchmark needs a CUDA device")
+    need_cuda("the top-k benchmark")
     # Here, since a machine without CUDA need not have what compiles csrc/.
     from kernels.top_k import top_positions
 
@@ -99,14 +99,12 @@ def select_us(select: Select, scores: torch.Tensor) -> float:
 
 def print_results(results: list[CaseResult], console: Console) -> None:
     """A line per case, and what the columns mean."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("rows x width", "HBM", *results[0].us, "torch/ours", "HBM/ours"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    shown = table("rows x width", "HBM", *results[0].us, "torch/ours", "HBM/ours")
     for result in results:
         ours = result.us["ours"]
         times = [f"{us:.1f}" for us in (result.hbm_us, *result.us.values())]
-        table.add_row(result.shape, *times, f"{result.us['torch'] / ours:.1f}", f"{result.hbm_us / ours:.0%}")
-    console.print(table)
+        shown.add_row(result.shape, *times, f"{result.us['torch'] / ours:.1f}", f"{result.hbm_us / ours:.0%}")
+    console.print(shown)
     for result in results:
         if result.swept:
             swept = ", ".join(f"{name} {us:.1f}" for name, us in result.swept.items())

@@ -1,6 +1,5 @@
 """A batch of requests that a model decodes, as the flags of `bench decode` say."""
 
-import gc
 import random
 import statistics
 import time
@@ -151,9 +150,3 @@ class DecodingBatch:
             elapsed = time.perf_counter() - start
         coordinator.step_over(step.batch.places, dict.fromkeys(requests.ids, width))
         return elapsed * 1e3
-
-
-def give_back_memory() -> None:
-    """Of a batch that is closed: its recorded steps and its coordinator refer to each other, and hold gigabytes."""
-    gc.collect()
-    torch.cuda.empty_cache()

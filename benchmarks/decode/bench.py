@@ -8,12 +8,14 @@ import torch
 from rich.console import Console
 
 from base.errors import StartupError
-from benchmarks.decode.batch import DecodingBatch, give_back_memory
+from benchmarks.decode.batch import DecodingBatch
 from benchmarks.decode.config import DecodeBench
 from benchmarks.decode.report import CaseResult, print_results, write_json, write_png
 from benchmarks.decode.selections import NewPositions, Selections, read_selections
 from benchmarks.decode.timing import KernelTimes, use_streams
 from benchmarks.decode.workload import build_model
+from benchmarks.device import give_back_memory, need_cuda
+from benchmarks.documents import check_writable
 from benchmarks.plotting import check_installed
 from benchmarks.swap_in.timing import copy_gb_per_s
 from benchmarks.swap_in.workload import Shape
@@ -25,14 +27,13 @@ _PROFILED_STEPS = 5
 
 def run_decode_bench(config: DecodeBench, console: Console | None = None) -> list[CaseResult]:
     """Measure, print the tables, write JSON and PNG. Raises StartupError before anything is measured."""
-    if not torch.cuda.is_available():
-        raise StartupError("bench decode needs a CUDA device")
+    device = need_cuda("bench decode")
     check_installed()
+    check_writable(config.json, config.png)
     batches = numbers("--batch", config.batches or _BATCHES, least=1)
     counts = config.new_positions or (() if config.selections else _NEW_POSITIONS)
     new_positions = numbers("--new-positions", counts, least=0) if counts else []
     console = console or Console()
-    device = torch.device("cuda", torch.cuda.current_device())
     if config.resident and config.resident_rows:
         raise StartupError("--resident is the reference of --resident-rows: give one of them")
     try:

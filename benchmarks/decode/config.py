@@ -7,19 +7,23 @@ from typing import Annotated, Literal
 from base.flags import Flag
 from model.families import ShapeName
 
-_UP_TO = "or all of the shape's"
+Shape = Annotated[ShapeName, Flag("Whose widths to take.")]
+Layers = Annotated[int | None, Flag("Layers, or all of the shape's.", min=1)]
+RankOf = Annotated[
+    int,
+    Flag("Of a group of so many: that part of the experts, for the tokens of all; nothing is exchanged.", min=1),
+]
+Quantization = Annotated[Literal["none", "fp8"], Flag("Of the weights: bfloat16, or block-fp8.")]
+CacheDtype = Annotated[Literal["bfloat16", "fp8_e4m3"], Flag("Of items and index keys.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeBench:
     """The flags of the benchmark."""
 
-    shape: Annotated[ShapeName, Flag("Whose widths to take.")] = "deepseek-v3.2"
-    layers: Annotated[int | None, Flag(f"Layers, {_UP_TO}.", min=1)] = None
-    rank_of: Annotated[
-        int,
-        Flag("Of a group of so many: that part of the experts, for the tokens of all; nothing is exchanged.", min=1),
-    ] = 1
+    shape: Shape = "deepseek-v3.2"
+    layers: Layers = None
+    rank_of: RankOf = 1
     batches: Annotated[tuple[str, ...], Flag("Requests that decode, such as 1,16,64.", name="--batch")] = ()
     new_positions: Annotated[
         tuple[str, ...], Flag("Selected positions that are new in each step and layer, such as 0,275.")
@@ -48,8 +52,8 @@ class DecodeBench:
     ] = None
     resident: Annotated[bool, Flag("With all KV in HBM instead, and nothing that looks for it.")] = False
     resident_rows: Annotated[bool, Flag("With rows that become resident first, as a node's do.")] = False
-    quantization: Annotated[Literal["none", "fp8"], Flag("Of the weights: bfloat16, or block-fp8.")] = "fp8"
-    kv_cache_dtype: Annotated[Literal["bfloat16", "fp8_e4m3"], Flag("Of items and index keys.")] = "fp8_e4m3"
+    quantization: Quantization = "fp8"
+    kv_cache_dtype: CacheDtype = "fp8_e4m3"
     steps: Annotated[int, Flag("Steps that are timed of each case.", min=10)] = 30
     json: Annotated[Path, Flag("Where to write every figure.")] = Path("bench-decode.json")
     png: Annotated[Path, Flag("Where to draw the parts of a step.")] = Path("bench-decode.png")

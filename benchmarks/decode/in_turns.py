@@ -14,13 +14,16 @@ import typer
 from rich.console import Console
 
 from base.errors import StartupError
-from benchmarks.decode.batch import DecodingBatch, give_back_memory
+from benchmarks.decode.batch import DecodingBatch
 from benchmarks.decode.bench import numbers, selections_of
 from benchmarks.decode.config import DecodeBench
 from benchmarks.decode.timing import describe_filling, use_streams
 from benchmarks.decode.workload import build_model
-from benchmarks.parts_report import table, what_was_computed, write_document
+from benchmarks.device import give_back_memory, need_cuda
+from benchmarks.documents import check_writable
+from benchmarks.parts_report import what_was_computed, write_parts
 from benchmarks.program import run
+from benchmarks.tables import table
 from model.families import ShapeName
 from model.roofline import RankModel
 
@@ -92,8 +95,7 @@ def main(
     json: Annotated[Path, typer.Option(help="Where to write every figure.")] = Path("bench-in-turns.json"),
 ) -> None:
     """Time a step of each batch in each way; a way that the memory does not hold is left out."""
-    if not torch.cuda.is_available():
-        raise StartupError("benchmarks.decode.in_turns needs a CUDA device")
+    device = need_cuda("benchmarks.decode.in_turns")
     if shape not in get_args(ShapeName):
         raise StartupError(f"--shape {shape}: expected one of {', '.join(get_args(ShapeName))}")
     config = DecodeBench(
@@ -107,19 +109,19 @@ def main(
         steps=steps,
         json=json,
     )
+    check_writable(json)
     batches = numbers("--batch", (batch,), least=1)
-    device = torch.device("cuda", torch.cuda.current_device())
     try:
         model = build_model(config, device, drafts=speculative_num_steps > 0)
     except ValueError as error:
         raise StartupError(f"benchmarks.decode.in_turns: {error}") from error
     streams = use_streams(device)
     measured: list[Turns] = []
-    shown = table("", "requests", *(f"{way}, ms" for way in WAYS), "ratio", "misses", "buffer", "whole")
+    shown = table("requests", *(f"{way}, ms" for way in WAYS), "ratio", "misses", "buffer", "whole")
     for requests in batches:
         ways = {turns.way: turns for turns in measure(config, model, requests, rounds, device)}
         measured += ways.values()
-        write_document(json, SCHEMA, config, [asdict(turns) for turns in measured])
+        write_parts(json, SCHEMA, config, [asdict(turns) for turns in measured])
         ours, reference = ways[HISPARSE], ways.get(ALL_IN_HBM)
         cells = (f"{reference.median_ms:.2f}", f"{ours.median_ms / reference.median_ms:.3f}") if reference else ("", "")
         shown.add_row(

@@ -9,7 +9,8 @@ from rich.table import Table
 
 from benchmarks.decode.config import DecodeBench
 from benchmarks.decode.timing import StepTiming, describe_filling
-from benchmarks.parts_report import LIMIT, draw_parts, print_columns, table, what_was_computed, write_document
+from benchmarks.parts_report import LIMIT, draw_parts, print_columns, what_was_computed, write_parts
+from benchmarks.tables import table
 from model.roofline import StepPart, Works
 
 SCHEMA = 2
@@ -48,7 +49,9 @@ class CaseResult:
 
 def print_results(results: list[CaseResult], config: DecodeBench, weight_bytes: int, console: Console) -> None:
     """A line for each case, then the parts of each beside their limits."""
-    steps = table("steps", "batch", "new", "ms", "limit", "ratio", "tokens/s", "kernels", "misses", "buffer", "whole")
+    steps = table(
+        "batch", "new", "ms", "limit", "ratio", "tokens/s", "kernels", "misses", "buffer", "whole", title="steps"
+    )
     for result in results:
         timing = result.timing
         steps.add_row(
@@ -80,7 +83,7 @@ def print_results(results: list[CaseResult], config: DecodeBench, weight_bytes: 
 
 
 def _parts(results: Sequence[CaseResult]) -> Table:
-    parts = table("parts, ms / limit", "part", *(r.name for r in results))
+    parts = table("part", *(r.name for r in results), title="parts, ms / limit")
     for part in StepPart:
         parts.add_row(part, *(f"{r.timing.parts[part]:.2f}/{r.limit_ms(part):.2f}" for r in results))
     return parts
@@ -96,7 +99,7 @@ def write_json(results: list[CaseResult], config: DecodeBench) -> None:
         }
         for result in results
     ]
-    write_document(config.json, SCHEMA, config, cases)
+    write_parts(config.json, SCHEMA, config, cases)
 
 
 def write_png(results: list[CaseResult], config: DecodeBench) -> None:

@@ -96,10 +96,7 @@ class RecordedSelections(Selections):
     """
 
     def __init__(self, shape: Shape, path: Path, num_steps: int, queries: int) -> None:
-        try:
-            trace, first = load_trace(path)
-        except OSError as error:
-            raise StartupError(f"--selections {_RECORDED}{path}: {error}") from error
+        trace, first = load_trace(path)
         self.name = f"{path.parent.name}/{path.stem}"
         steps, k = trace.shape
         self._reach, self._each = first + steps, shape.top_k // k

@@ -33,6 +33,17 @@ def _limit(context: int) -> int:
     return context + context // 256 + 512
 
 
+def fill_pool(kv: torch.Tensor, index_keys: torch.Tensor, spec: ModelSpec, device: torch.device) -> None:
+    """Random items and index keys in all rows of each layer; they are made on the device."""
+    kv_format = spec.kv_format
+    items = kv_format.encode_items(torch.randn(_FILL_ROWS, spec.item_dim, device=device, dtype=spec.dtype))
+    keys = kv_format.encode_index_keys(torch.randn(_FILL_ROWS, spec.index_dim, device=device, dtype=spec.dtype))
+    for layers, stored in ((kv, items), (index_keys, keys)):
+        for layer in layers:
+            for rows in layer.split(_FILL_ROWS):
+                rows.copy_(stored[: len(rows)])
+
+
 class Strangers(Exchange):
     """Stands for a group whose other processes have as many tokens. Nothing is exchanged.
 
@@ -222,14 +233,7 @@ class Requests:
             if not sizes.has_all_buffers:
                 raise StartupError(f"{most_running} requests do not fit: {'; '.join(describe(sizes))}")
             self.coordinator = build_tiers(replace(sizes, num_host_slots=host_slots), device)
-        kv_format = spec.kv_format
-        items = kv_format.encode_items(torch.randn(_FILL_ROWS, spec.item_dim, device=device))
-        keys = kv_format.encode_index_keys(torch.randn(_FILL_ROWS, spec.index_dim, device=device))
-        for pool, stored in ((self.coordinator.host.kv, items), (self.coordinator.host.index_keys, keys)):
-            everything = pool.flatten(0, 1)
-            for start in range(0, len(everything), _FILL_ROWS):
-                rows = everything[start : start + _FILL_ROWS]
-                rows.copy_(stored[: len(rows)])
+        fill_pool(self.coordinator.host.kv, self.coordinator.host.index_keys, spec, device)
         for request_id in self.ids:
             self._admit(request_id, self.coordinator.host.allocate(context))
 

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from benchmarks.demo.conversation import Answer
 from benchmarks.metric_pages import Metrics
+from benchmarks.tables import table
 
 
 @dataclass(frozen=True)
@@ -37,22 +38,18 @@ class Cost:
 
 def cost_table(answers: Sequence[Answer], costs: Sequence[Cost], hot_buffer: int) -> Table:
     """A column for each answer. hot_buffer: slots of a request."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    for number in range(1, len(answers) + 1):
-        table.add_column(f"question {number}", justify="right", no_wrap=True)
+    shown = table("", *(f"question {number}" for number in range(1, len(answers) + 1)), words=("",))
 
-    def row(name: str, *cells: str) -> None:
-        table.add_row(name, *cells)
-
-    row("context", *(f"{answer.prompt_tokens + answer.tokens} tokens" for answer in answers))
-    row("hot buffer", *(f"{hot_buffer} slots" for _ in answers))
-    row("of the context", *(f"{hot_buffer / (answer.prompt_tokens + answer.tokens):.1%}" for answer in answers))
-    row("hit rate", *(f"{cost.hits / max(1, cost.hits + cost.misses):.1%}" for cost in costs))
-    row("tokens per step", *(f"{cost.tokens_per_step:.2f}" for cost in costs))
-    row("fetched from host", *(f"{cost.fetched / 1e6:.2f} MB" for cost in costs))
-    row("time to first token", *(f"{answer.first:.2f} s" for answer in answers))
-    row("time between tokens", *(f"{answer.between_tokens * 1e3:.1f} ms" for answer in answers))
-    row("KV sent", *(f"{cost.sent / 1e6:.1f} MB, {cost.writes:.0f} writes" for cost in costs))
-    row("transfer rate", *(f"{cost.sent / max(cost.seconds, 1e-9) / 1e9:.2f} GB/s" for cost in costs))
-    return table
+    shown.add_row("context", *(f"{answer.prompt_tokens + answer.tokens} tokens" for answer in answers))
+    shown.add_row("hot buffer", *(f"{hot_buffer} slots" for _ in answers))
+    shown.add_row(
+        "of the context", *(f"{hot_buffer / (answer.prompt_tokens + answer.tokens):.1%}" for answer in answers)
+    )
+    shown.add_row("hit rate", *(f"{cost.hits / max(1, cost.hits + cost.misses):.1%}" for cost in costs))
+    shown.add_row("tokens per step", *(f"{cost.tokens_per_step:.2f}" for cost in costs))
+    shown.add_row("fetched from host", *(f"{cost.fetched / 1e6:.2f} MB" for cost in costs))
+    shown.add_row("time to first token", *(f"{answer.first:.2f} s" for answer in answers))
+    shown.add_row("time between tokens", *(f"{answer.between_tokens * 1e3:.1f} ms" for answer in answers))
+    shown.add_row("KV sent", *(f"{cost.sent / 1e6:.1f} MB, {cost.writes:.0f} writes" for cost in costs))
+    shown.add_row("transfer rate", *(f"{cost.sent / max(cost.seconds, 1e-9) / 1e9:.2f} GB/s" for cost in costs))
+    return shown

@@ -1,19 +1,19 @@
 """`python -m benchmarks.fetch`: fetching a prefix from another process against computing it, on CPUs."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from base.errors import StartupError
+from benchmarks.documents import check_writable, write_document
 from benchmarks.fetch.measure import Case, Links, Node, Pass, run_link, tiny_model
 from benchmarks.flags import parse_numbers
 from benchmarks.machine import this_machine
 from benchmarks.program import run
+from benchmarks.tables import table
 
 _RATES = (8.0, 2.0, 1.4, 0.7)
 """Throttled links, in multiples of the rate at which fetching the median length takes as long as computing it."""
@@ -29,9 +29,13 @@ def main(
     json_path: Annotated[Path, typer.Option("--json")] = Path("bench-fetch.json"),
 ) -> None:
     """Compute the longest prefix once, fetch all of them over plain and throttled links, and compare."""
+    check_writable(json_path)
     console = Console()
-    tokens = sorted(parse_numbers("--lengths", lengths.split(",")))
-    if any(length % chunk for length in tokens):
+    tokens = sorted(parse_numbers("--lengths", [lengths]))
+    limits = parse_numbers("--fetch-rate", [fetch_rate]) if fetch_rate else ()
+    if any(rate <= 0 for rate in limits):
+        raise StartupError(f"--fetch-rate {fetch_rate}: expected numbers above 0")
+    if any(length <= 0 or length % chunk for length in tokens):
         raise StartupError(f"--lengths {lengths}: expected multiples of --chunked-prefill-size {chunk}")
     with tiny_model(layers, tokens[-1] + chunk) as model:
         node = Node(model, tokens[-1] + chunk, chunk)
@@ -39,20 +43,19 @@ def main(
         passes = node.compute(tokens[-1], lambda done: _say_pass(console, done))
         median = tokens[(len(tokens) - 1) // 2]
         crossing = median * node.pool.layout.token_bytes / sum(p.seconds for p in passes if p.stop <= median)
-        rates = parse_numbers("--fetch-rate", fetch_rate.split(",")) if fetch_rate else [r * crossing for r in _RATES]
         cases: list[Case] = []
-        for protocol, limits in (("shm", [0.0]), ("tcp", [0.0, *rates])):
+        throttled = limits or [rate * crossing for rate in _RATES]
+        for protocol, rates in (("shm", [0.0]), ("tcp", [0.0, *throttled])):
             links = Links(node, protocol, tokens[-1])  # type: ignore[arg-type]
-            for rate in limits:
+            for rate in rates:
                 cases += run_link(links, node, passes, tokens, rate, lambda case: _say(console, case))
             links.close()
     _print(console, cases, node.pool.layout.token_bytes)
-    document = {
-        "machine": asdict(this_machine()),
+    content = {
         "passes": [asdict(each) for each in passes],
         "cases": [asdict(case) | {"fetches": case.fetches, "is_right": case.is_right} for case in cases],
     }
-    json_path.write_text(json.dumps(document, indent=1) + "\n")
+    write_document(json_path, content)
 
 
 def _say_pass(console: Console, done: Pass) -> None:
@@ -65,11 +68,9 @@ def _say(console: Console, case: Case) -> None:
 
 
 def _print(console: Console, cases: list[Case], token_bytes: int) -> None:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("link", "MB/s", "tokens", "compute", "fetch", "+ pass", "ahead", "estimates", "chosen"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    shown = table("link", "MB/s", "tokens", "compute", "fetch", "+ pass", "ahead", "estimates", "chosen")
     for case in sorted(cases, key=lambda case: (case.transport, -(case.rate or 1e18), case.tokens)):
-        table.add_row(
+        shown.add_row(
             case.transport,
             f"{case.rate / 1e6:.2f}" if case.rate else "plain",
             str(case.tokens),
@@ -80,7 +81,7 @@ def _print(console: Console, cases: list[Case], token_bytes: int) -> None:
             f"{case.estimated_computing:.2f} / {case.estimated_fetching:.2f}",
             ("fetch" if case.fetches else "compute") + ("" if case.is_right else "!"),
         )
-    console.print(table)
+    console.print(shown)
     right = sum(case.is_right for case in cases)
     console.print(
         f"Seconds. The choice is the faster way in {right} of {len(cases)} (others: !). {token_bytes} bytes a token. "

@@ -6,6 +6,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import torch
 
+from benchmarks.program import uninterrupted
 from control.messages import Destination, ModelIdentity
 from decode_node.pools import destination_of
 from kvcache.host_pool import HostKVPool
@@ -26,7 +27,8 @@ class Lender:
         context = multiprocessing.get_context("spawn")
         self._here, there = context.Pipe()
         self._process = context.Process(target=_lend, args=(there, layout, num_tokens, protocol, identity), daemon=True)
-        self._process.start()
+        with uninterrupted():
+            self._process.start()
         self.destination: Destination = self._here.recv()
 
     def lend(self, num_tokens: int) -> tuple[np.ndarray, Checksums]:

@@ -5,7 +5,6 @@ layer after another does. The limit is the larger of the time to read the weight
 memory's rate, and of the operations, at the tensor cores'. `--sweep` times every way to cut the products instead.
 """
 
-import json
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -14,13 +13,13 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from base.errors import StartupError
+from benchmarks.device import need_cuda
+from benchmarks.documents import check_writable, write_document
 from benchmarks.fp8.layers import BYTES_PER_US, LINEAR, OPERATIONS_PER_US, RANKS, Result, expert_results, linear_results
 from benchmarks.fp8.sweep import sweep_experts, sweep_linear, sweep_prefill
-from benchmarks.machine import this_machine
 from benchmarks.program import run
+from benchmarks.tables import table
 
 SCHEMA = 1
 
@@ -42,8 +41,8 @@ def main(
     json_path: Annotated[Path, typer.Option("--json")] = Path("bench-fp8.json"),
 ) -> None:
     """Time products of block-fp8 weights."""
-    if not torch.cuda.is_available():
-        raise StartupError("the fp8 benchmark needs a CUDA device")
+    need_cuda("the fp8 benchmark")
+    check_writable(json_path)
     torch.set_default_device("cuda")
     torch.manual_seed(0)
     console = Console()
@@ -56,25 +55,22 @@ def main(
     experts = list(expert_results()) if only in "experts" else []
     if experts:
         print_results(experts, console)
-    document = {
+    content = {
         "schema": SCHEMA,
         "device": torch.cuda.get_device_name(),
-        "machine": asdict(this_machine()),
         "results": [asdict(result) for result in linear + experts],
     }
-    json_path.write_text(json.dumps(document, indent=2) + "\n")
+    write_document(json_path, content, indent=2)
 
 
 def print_results(results: list[Result], console: Console) -> None:
     """A line per result, and what the columns mean."""
     ways = list(results[0].us)
-    table = Table(box=None, pad_edge=False)
-    for heading in ("", "tokens", *ways, "limit", "ratio"):
-        table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
+    shown = table("", "tokens", *ways, "limit", "ratio", words=("",))
     for result in results:
         cells = (*(f"{us:.1f}" for us in result.us.values()), f"{result.limit:.1f}")
-        table.add_row(result.name, str(result.tokens), *cells, f"{result.us[ways[0]] / result.limit:.2f}")
-    console.print(table)
+        shown.add_row(result.name, str(result.tokens), *cells, f"{result.us[ways[0]] / result.limit:.2f}")
+    console.print(shown)
     console.print(
         "us; quantised: of tokens that are quantised already; layer: a mixture of experts of a rank, from the norm and "
         f"choice of its tokens to the sums of those of {RANKS} ranks, tokens counted over the group, no collectives. "

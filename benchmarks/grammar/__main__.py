@@ -18,12 +18,14 @@ from rich.table import Table
 from benchmarks.grammar.cases import CASES
 from benchmarks.grammar.steps import GrammarSteps
 from benchmarks.machine import this_machine
+from benchmarks.program import run
 from control.grammar import Grammar, Regex, Structure
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.masks import MaskWriter
 from engine.grammar.state import CompiledGrammar, GrammarState
 from engine.grammar.vocabulary import Vocabulary
 from model.tiny_tokenizer import END_ID, tiny_tokenizer
+from service.node_model import use_device
 
 _STEPS = 300
 
@@ -37,6 +39,8 @@ def main(
     hidden_size: Annotated[int, typer.Option(help="Of the model of these steps.", min=16)] = 64,
     device: Annotated[str, typer.Option(help="cpu, or cuda, that computes these steps.")] = "cpu",
 ) -> None:
+    """Time masks, and decode steps with them and without."""
+    where = use_device(device)
     console = Console()
     tokenizer = tiny_tokenizer(vocab_size)
     began = time.perf_counter()
@@ -55,7 +59,7 @@ def main(
         first = min(_timed(lambda g=grammar: _mask(g.start(), vocabulary.words)) for _ in range(3))  # type: ignore[misc]
         _, single = _walk([grammar.start()], tokens, vocabulary.words, 1)
         passed, worked = _walk([grammar.start() for _ in range(batch)], tokens, vocabulary.words, threads)
-        figures = [*_figures(single)[:2], *_figures(worked)[:2], _figures(passed)[0]]
+        figures = [*_figures(single), *_figures(worked), _figures(passed)[0]]
         table.add_row(name, f"{compile_ms:.1f}", f"{first:.0f}", *figures)
     console.print(table)
     console.print(f"Masks of one request and of {batch}: microseconds of processor; by clock: median of {batch}.")
@@ -66,7 +70,7 @@ def main(
         return
     by_clock, by_processor = (_table("grammar", "free ms", "bound ms", "longer", "half of pairs") for _ in range(2))
     for name, (_, text) in CASES.items():
-        timed = GrammarSteps(batch, vocab_size, layers, hidden_size, torch.device(device), threads)
+        timed = GrammarSteps(batch, vocab_size, layers, hidden_size, where, threads)
         pairs = timed.compare(compiled[name][0], tokenizer.encode(text).ids, steps)
         timed.close()
         by_clock.add_row(name, *pairs.cells(lambda step: step.ms))
@@ -143,12 +147,9 @@ def _copied(batch: int, words: int) -> float:
 
 
 def _figures(spent: Sequence[float]) -> list[str]:
-    return (
-        [f"{figure:.0f}" for figure in (np.median(spent), np.percentile(spent, 90), max(spent))]
-        if spent
-        else ["", "", ""]
-    )
+    """Median and 90th percentile."""
+    return [f"{figure:.0f}" for figure in np.percentile(spent, (50, 90))]
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -9,7 +9,6 @@ positions at the border differ.
 
 from typing import Annotated, get_args
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -19,6 +18,7 @@ from benchmarks.logits.checkpoint import PublishedShape
 from benchmarks.logits.compare import STEPS, compare
 from benchmarks.machine import this_machine
 from benchmarks.program import run
+from service.node_model import use_device
 
 _MOST = 1.1
 
@@ -31,12 +31,10 @@ def main(
     device: Annotated[str, typer.Option(help="With a CPU, weights are dequantised as they are loaded.")] = "cuda",
 ) -> None:
     """Compare logits with those in float32."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise StartupError("the comparison of logits needs a CUDA device, or --device cpu")
+    where = use_device(device)
     known: tuple[PublishedShape, ...] = get_args(PublishedShape)
     if unknown := set(shapes or ()).difference(known):
         raise StartupError(f"--shape {' '.join(unknown)}: expected {' or '.join(known)}")
-    where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     console = Console()
     table = Table(
         *("shape", "KV", "tokens", "selected", "mean: plain", "ours", "p99: plain", "ours", "worst"),

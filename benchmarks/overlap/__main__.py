@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from base.errors import StartupError
+from benchmarks.documents import check_writable
 from benchmarks.machine import this_machine
 from benchmarks.overlap.node import LONG_GAP_US, Record
 from benchmarks.program import run
@@ -51,6 +52,7 @@ def main(
     json_path: Annotated[Path, typer.Option("--json")] = Path("bench-overlap.json"),
 ) -> None:
     """Measure steps of a decode node that streams."""
+    check_writable(json_path)
     with tempfile.TemporaryDirectory(prefix="hisparse-pd-overlap-") as directory:
         model = Path(directory) / "model"
         if host_only:

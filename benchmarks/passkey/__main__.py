@@ -14,7 +14,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from base.errors import StartupError
 from benchmarks.flags import parse_numbers
@@ -23,7 +22,8 @@ from benchmarks.passkey import CHECKPOINT
 from benchmarks.passkey.exam import Marked, examine, questions
 from benchmarks.program import run
 from benchmarks.serving.config import ServingBench
-from benchmarks.serving.services import Service, remote, variant
+from benchmarks.serving.services import Service, check_labels, remote, variant
+from benchmarks.tables import table
 
 _SHOWN = 5
 """Wrong answers of a service that are quoted."""
@@ -58,6 +58,9 @@ def main(
         # More threads would slow down a small model.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         services = [variant(words, model_path, serve_flags or ()) for words in variants or [""]]
+    check_labels(services)
+    for service in services:
+        service.check()
     asked = questions(parse_numbers("--lengths", [lengths]), count, seed)
     marked: dict[str, list[Marked]] = {}
     with Progress(console=Console(stderr=True), refresh_per_second=2) as bar:
@@ -74,15 +77,13 @@ def main(
 def report(marked: Mapping[str, Sequence[Marked]], console: Console) -> None:
     """Right answers by service and length, and some of the wrong ones."""
     console.print("pass keys found, by tokens of the prompt", style="bold")
-    table = Table(box=None, pad_edge=False)
-    table.add_column("service", overflow="fold")
-    for length in sorted({one.length for answers in marked.values() for one in answers}):
-        table.add_column(str(length), justify="right", no_wrap=True)
+    lengths = sorted({one.length for answers in marked.values() for one in answers})
+    shown = table("service", *map(str, lengths), words=("service",), folds=True)
     for label, answers in marked.items():
         by_length = groupby(sorted(answers, key=lambda one: one.length), key=lambda one: one.length)
         groups = [list(group) for _, group in by_length]
-        table.add_row(label, *(f"{sum(one.is_right for one in group)} of {len(group)}" for group in groups))
-    console.print(table, "")
+        shown.add_row(label, *(f"{sum(one.is_right for one in group)} of {len(group)}" for group in groups))
+    console.print(shown, "")
     for label, answers in marked.items():
         for one in [one for one in answers if not one.is_right][:_SHOWN]:
             console.print(

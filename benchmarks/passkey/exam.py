@@ -66,5 +66,5 @@ async def _complete(client: httpx.AsyncClient, endpoint: Endpoint, prompt: str) 
         if response.status_code != 200:
             raise StartupError(f"{endpoint.base_url}: HTTP {response.status_code}: {error_message(response.text)}")
         return str(response.json()["choices"][0]["text"])
-    except (httpx.HTTPError, ValueError, LookupError) as error:
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
         raise StartupError(f"{endpoint.base_url} gave no answer: {error or type(error).__name__}") from error

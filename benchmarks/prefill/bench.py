@@ -1,12 +1,11 @@
 """`hisparse-pd bench prefill`: a chunk of a prompt of a published shape, part by part, beside the hardware's limits."""
 
-import gc
-
-import torch
 from rich.console import Console
 
 from base.errors import StartupError
 from benchmarks.decode.workload import build_model
+from benchmarks.device import give_back_memory, need_cuda
+from benchmarks.documents import check_writable
 from benchmarks.plotting import check_installed
 from benchmarks.prefill.config import PrefillBench
 from benchmarks.prefill.report import CaseResult, print_results, write_json, write_png
@@ -17,12 +16,11 @@ from model.roofline import work_of_chunk
 
 def run_prefill_bench(config: PrefillBench, console: Console | None = None) -> list[CaseResult]:
     """Measure, print the tables, write JSON and PNG. Raises StartupError before anything is measured."""
-    if not torch.cuda.is_available():
-        raise StartupError("bench prefill needs a CUDA device")
+    device = need_cuda("bench prefill")
     check_installed()
+    check_writable(config.json, config.png)
     contexts = config.lengths
     console = console or Console()
-    device = torch.device("cuda", torch.cuda.current_device())
     try:
         model = build_model(config, device, lambda exchange: MarkedExchange(exchange, device), config.draft_layer)
     except ValueError as error:
@@ -37,8 +35,7 @@ def run_prefill_bench(config: PrefillBench, console: Console | None = None) -> l
         console.print(f"{context} tokens of context: {timing.median_ms:.1f} ms")
         write_json(results, config)
         del prompt
-        gc.collect()
-        torch.cuda.empty_cache()
+        give_back_memory()
     print_results(results, config, model.num_bytes, console)
     write_png(results, config)
     return results

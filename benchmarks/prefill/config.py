@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from base.errors import StartupError
 from base.flags import Flag
-from model.families import ShapeName
+from benchmarks.decode.config import CacheDtype, Layers, Quantization, RankOf, Shape
 
 _CONTEXTS = ("8192", "32768")
 
@@ -15,19 +15,16 @@ _CONTEXTS = ("8192", "32768")
 class PrefillBench:
     """The flags of the benchmark. `contexts` has the words of `--context`, if there are any."""
 
-    shape: Annotated[ShapeName, Flag("Whose widths to take.")] = "deepseek-v3.2"
-    layers: Annotated[int | None, Flag("Layers, or all of the shape's.", min=1)] = None
-    rank_of: Annotated[
-        int,
-        Flag("Of a group of so many: that part of the experts, for the tokens of all; nothing is exchanged.", min=1),
-    ] = 1
+    shape: Shape = "deepseek-v3.2"
+    layers: Layers = None
+    rank_of: RankOf = 1
     chunked_prefill_size: Annotated[int, Flag("Tokens of a chunk.", min=1)] = 8192
     contexts: Annotated[
         tuple[str, ...], Flag("Tokens of the prompt, the chunk included; may be repeated.", name="--context")
     ] = ()
     draft_layer: Annotated[bool, Flag("Compute the draft layer's KV, too.")] = False
-    quantization: Annotated[Literal["none", "fp8"], Flag("Of the weights: bfloat16, or block-fp8.")] = "fp8"
-    kv_cache_dtype: Annotated[Literal["bfloat16", "fp8_e4m3"], Flag("Of items and index keys.")] = "fp8_e4m3"
+    quantization: Quantization = "fp8"
+    kv_cache_dtype: CacheDtype = "fp8_e4m3"
     passes: Annotated[int, Flag("Forward passes that are timed of each case.", min=1)] = 3
     json: Annotated[Path, Flag("Where to write every figure.")] = Path("bench-prefill.json")
     png: Annotated[Path, Flag("Where to draw the parts of a chunk.")] = Path("bench-prefill.png")

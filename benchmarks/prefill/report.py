@@ -7,9 +7,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.parts_report import GIB, LIMIT, draw_parts, print_columns, table, what_was_computed, write_document
+from benchmarks.parts_report import GIB, LIMIT, draw_parts, print_columns, what_was_computed, write_parts
 from benchmarks.prefill.config import PrefillBench
 from benchmarks.prefill.timing import PARTS, ChunkTiming
+from benchmarks.tables import table
 from model.roofline import StepPart, Works
 
 SCHEMA = 1
@@ -42,7 +43,7 @@ class CaseResult:
 
 def print_results(results: list[CaseResult], config: PrefillBench, weight_bytes: int, console: Console) -> None:
     """A line for each case, the parts of each beside their limits, and the longest kernels of the last case."""
-    chunks = table("chunks", "context", "ms", "limit", "of limit", "tokens/s", "kernels", "peak GiB")
+    chunks = table("context", "ms", "limit", "of limit", "tokens/s", "kernels", "peak GiB", title="chunks")
     for result in results:
         timing = result.timing
         chunks.add_row(
@@ -56,7 +57,7 @@ def print_results(results: list[CaseResult], config: PrefillBench, weight_bytes:
         )
     console.print(chunks, "")
     print_columns(console, results, _parts)
-    kernels = table(f"kernels at {results[-1].context} tokens of context", "ms", "number", "part", "kernel")
+    kernels = table("ms", "number", "part", "kernel", title=f"kernels at {results[-1].context} tokens of context")
     for kernel in results[-1].timing.kernels[:_SHOWN]:
         kernels.add_row(f"{kernel.ms:.1f}", str(kernel.count), kernel.part, _short(kernel.name))
     console.print(kernels, "")
@@ -71,7 +72,7 @@ def print_results(results: list[CaseResult], config: PrefillBench, weight_bytes:
 
 
 def _parts(results: Sequence[CaseResult]) -> Table:
-    parts = table("parts, ms / limit", "part", *(str(result.context) for result in results))
+    parts = table("part", *(str(result.context) for result in results), title="parts, ms / limit")
     for part in PARTS:
         parts.add_row(part, *(f"{r.timing.parts[part]:.1f}/{r.limit_ms(part):.1f}" for r in results))
     return parts
@@ -95,7 +96,7 @@ def write_json(results: list[CaseResult], config: PrefillBench) -> None:
         }
         for result in results
     ]
-    write_document(config.json, SCHEMA, config, cases)
+    write_parts(config.json, SCHEMA, config, cases)
 
 
 def write_png(results: list[CaseResult], config: PrefillBench) -> None:

@@ -2,8 +2,8 @@
 
 import torch
 
+from benchmarks.decode.workload import fill_pool
 from kvcache.paged_pool import PagedKVPool, PagedSequence
-from model.config import ModelSpec
 from model.loader import choose_backend
 from model.passes import PrefillChunk
 from model.roofline import RankModel
@@ -11,7 +11,6 @@ from model.shard import Exchange
 from model.sparse_model import SparseModel
 
 _PAGE_SIZE = 64
-_FILL_ROWS = 1 << 14
 
 
 class Prompt:
@@ -23,7 +22,7 @@ class Prompt:
     def __init__(self, model: RankModel, context: int, chunk: int, device: torch.device) -> None:
         spec = model.spec
         self.pool = PagedKVPool(spec.kv_layout, -(-context // _PAGE_SIZE), _PAGE_SIZE, device)
-        _fill(self.pool, spec, device)
+        fill_pool(self.pool.kv, self.pool.index_keys, spec, device)
         backend = choose_backend("auto", device, spec)
         self._model = SparseModel(model.network, spec, backend)
         pages = self.pool.allocate(context)
@@ -65,13 +64,3 @@ def mark(device: torch.device) -> None:
     """Launch a kernel of a microsecond, to be found again among those that the profiler lists."""
     if device.type == "cuda":
         torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
-
-
-def _fill(pool: PagedKVPool, spec: ModelSpec, device: torch.device) -> None:
-    kv_format = spec.kv_format
-    items = kv_format.encode_items(torch.randn(_FILL_ROWS, spec.item_dim, device=device, dtype=spec.dtype))
-    keys = kv_format.encode_index_keys(torch.randn(_FILL_ROWS, spec.index_dim, device=device, dtype=spec.dtype))
-    for layers, stored in ((pool.kv, items), (pool.index_keys, keys)):
-        for layer in layers:
-            for rows in layer.split(_FILL_ROWS):
-                rows.copy_(stored[: len(rows)])

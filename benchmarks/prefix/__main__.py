@@ -9,6 +9,7 @@ from rich.console import Console
 
 from base.block_hashes import BLOCK_TOKENS
 from base.errors import StartupError
+from benchmarks.documents import check_writable
 from benchmarks.flags import parse_numbers
 from benchmarks.plotting import check_installed
 from benchmarks.prefix.policies import distinct_blocks, play_cache, play_ideal, play_lru
@@ -48,7 +49,7 @@ def _blocks(size: str, distinct: int) -> int:
         return distinct
     try:
         blocks = int(float(size[:-1]) / 100 * distinct) if size.endswith("%") else None
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise StartupError(f"--slots {size}: expected slots such as 512K, a percentage or {UNLIMITED}") from error
     if blocks is None:
         blocks = parse_numbers("--slots", [size])[0] // BLOCK_TOKENS
@@ -67,6 +68,7 @@ def main(
     png_path: Annotated[Path, typer.Option("--png", help="The figure, of a trace.")] = Path("bench-prefix.png"),
 ) -> None:
     """Play a trace against the prefix cache, and time its operations."""
+    check_writable(json_path, png_path)
     console = Console()
     report = None
     if trace is not None:

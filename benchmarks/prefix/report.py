@@ -1,16 +1,16 @@
 """What is shown of a simulation: tables for people, JSON for programs, and a figure."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks.documents import write_document
 from benchmarks.machine import this_machine
 from benchmarks.plotting import new_figure
 from benchmarks.prefix.timing import PROMPT_TOKENS, OperationTime
+from benchmarks.tables import table
 
 SCHEMA = 1
 
@@ -60,14 +60,14 @@ def print_trace(report: TraceReport, console: Console) -> None:
         f"ideal: {_percent(report.ideal, report)}% of tokens are hits",
         highlight=False,
     )
-    table = _table("slots", "of distinct %", "hits %", "LRU %", "LRU, ends first %")
+    shown = table("slots", "of distinct %", "hits %", "LRU %", "LRU, ends first %")
     for pool in report.pools:
-        table.add_row(
+        shown.add_row(
             str(pool.slots),
             f"{100 * pool.slots / report.distinct_tokens:.1f}",
             *(_percent(hits, report) for hits in (pool.hits, pool.lru, pool.lru_from_the_end)),
         )
-    console.print(table)
+    console.print(shown)
     console.print(
         "Hits in percent of all tokens. LRU: over single blocks, beginnings of prompts first.",
         highlight=False,
@@ -78,24 +78,22 @@ def print_trace(report: TraceReport, console: Console) -> None:
 
 def print_times(times: Sequence[OperationTime], console: Console) -> None:
     """A line per operation."""
-    table = _table("ms", "p50", "p90", "limit")
-    table.columns[0].justify = "left"
+    shown = table("ms", "p50", "p90", "limit", words=("ms",))
     for operation in times:
         limit = "" if operation.limit_ms is None else f"{operation.limit_ms:.0f}"
-        table.add_row(operation.name, f"{operation.ms.p50:.2f}", f"{operation.ms.p90:.2f}", limit)
-    console.print(table)
+        shown.add_row(operation.name, f"{operation.ms.p50:.2f}", f"{operation.ms.p90:.2f}", limit)
+    console.print(shown)
     console.print(f"Prompts of {PROMPT_TOKENS} tokens, 64 slots a block. {this_machine()}", highlight=False)
 
 
 def write_json(path: Path, report: TraceReport | None, times: Sequence[OperationTime]) -> None:
     """Everything that was counted and measured."""
-    document = {
+    content = {
         "schema": SCHEMA,
-        "machine": asdict(this_machine()),
         "trace": None if report is None else asdict(report),
         "operations": [asdict(operation) for operation in times],
     }
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    write_document(path, content)
 
 
 def write_png(path: Path, report: TraceReport) -> None:
@@ -123,10 +121,3 @@ def write_png(path: Path, report: TraceReport) -> None:
 
 def _percent(tokens: int, report: TraceReport) -> str:
     return f"{100 * tokens / report.tokens:.2f}"
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table

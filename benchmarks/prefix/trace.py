@@ -5,6 +5,7 @@ made up here, so that blocks of 64 tokens are equal exactly if they are the same
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +17,13 @@ from base.errors import StartupError
 
 TRACE_BLOCK_TOKENS = 512
 VOCAB_SIZE = 2**17
+MOST_IDS = VOCAB_SIZE**2
 _PARTS = TRACE_BLOCK_TOKENS // BLOCK_TOKENS
 
 
 @dataclass(frozen=True)
 class TracedPrompt:
-    """input_length: tokens. hash_ids: int64 [ceil(input_length / 512)], each below VOCAB_SIZE squared.
+    """input_length: tokens. hash_ids: int64 [ceil(input_length / 512)], each below MOST_IDS.
 
     timestamp: ms, when it was sent. output_length: tokens of its answer.
     """
@@ -30,6 +32,13 @@ class TracedPrompt:
     hash_ids: npt.NDArray[np.int64]
     timestamp: float = 0.0
     output_length: int = 1
+
+    def check(self) -> None:
+        """Raises ValueError for numbers that a request cannot have."""
+        if self.input_length < 1 or not math.isfinite(self.timestamp):
+            raise ValueError(f"{self.input_length} tokens at {self.timestamp} ms")
+        if self.hash_ids.ndim != 1 or not ((self.hash_ids >= 0) & (self.hash_ids < MOST_IDS)).all():
+            raise ValueError(f"expected hash_ids from 0 to {MOST_IDS - 1}")
 
     def tokens(self) -> npt.NDArray[np.int32]:
         """int32 [input_length]. Each block of 64 begins with its id, in two tokens, and its number within the id."""
@@ -52,7 +61,7 @@ def load_trace(path: Path) -> list[TracedPrompt]:
     Raises StartupError for a line that is no prompt, naming it.
     """
     prompts = []
-    with path.open() as lines:
+    with path.open(errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 entry = json.loads(line)
@@ -62,7 +71,8 @@ def load_trace(path: Path) -> list[TracedPrompt]:
                     float(entry.get("timestamp", 0.0)),
                     int(entry.get("output_length", 1)),
                 )
-            except (ValueError, KeyError, TypeError) as error:
+                prompt.check()
+            except (ValueError, KeyError, TypeError, OverflowError) as error:
                 raise StartupError(f"{path}, line {number}: no request of a trace: {error!r}") from error
             if len(prompt.hash_ids) != -(-prompt.input_length // TRACE_BLOCK_TOKENS):
                 raise StartupError(

@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from base.errors import StartupError
+from benchmarks.documents import check_writable
 from benchmarks.prefix_cost.measure import CostPlan, measure
 from benchmarks.prefix_cost.report import print_costs, write_json
 from benchmarks.program import run
-from benchmarks.serving.services import context_length, variant, vocab_size
+from benchmarks.serving.services import check_labels, context_length, variant, vocab_size
 from model.tiny import write_tiny_checkpoint
 
 _ANSWER_TOKENS = 8
@@ -41,6 +42,7 @@ def main(
     ),
 ) -> None:
     """Time first tokens with and without a cached prefix, and processor time of prompts that share nothing."""
+    check_writable(json_path)
     # More threads would slow down a small model.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     shared_tokens = min(prompt_tokens - 1, round(shared * prompt_tokens))
@@ -53,8 +55,7 @@ def main(
         if context_length(model_path) < context:
             raise StartupError(f"{model_path} takes {context_length(model_path)} tokens; {context} are needed")
         with_cache, without = (variant(words, model_path, serve_flags or ()) for words in (on, off))
-        if with_cache.label == without.label:
-            raise StartupError(f"--on and --off: both services are called {without.label!r}; use LABEL=FLAGS")
+        check_labels((with_cache, without))
         with Progress(console=Console(stderr=True), refresh_per_second=1) as bar:
             task = bar.add_task("", total=2 * (rounds + pairs))
             report = measure(

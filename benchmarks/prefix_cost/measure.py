@@ -5,10 +5,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 
-from benchmarks.prefix_cost.first_token import first_tokens
-from benchmarks.prefix_cost.processor import processor_times
+from benchmarks.prefix_cost.figures import Subject, first_tokens, processor_times
 from benchmarks.prefix_cost.report import CostReport
-from benchmarks.prefix_cost.subject import Subject
 from benchmarks.serving.client import Client, Endpoint
 from benchmarks.serving.services import Service
 

@@ -1,6 +1,5 @@
 """What is shown of both measurements: tables for people, JSON for programs."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,10 +8,11 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.documents import write_document
 from benchmarks.machine import this_machine
 from benchmarks.percentiles import Percentiles
-from benchmarks.prefix_cost.first_token import FirstTokens
-from benchmarks.prefix_cost.processor import ProcessorTimes
+from benchmarks.prefix_cost.figures import FirstTokens, ProcessorTimes
+from benchmarks.tables import table
 
 SCHEMA = 1
 TTFT_LIMIT = 0.2
@@ -53,32 +53,23 @@ def print_costs(report: CostReport, console: Console) -> None:
 
 
 def _first_tokens(services: Sequence[FirstTokens]) -> Table:
-    table = _table("new", "again", "again / new", "cached tokens")
+    shown = table("service", "new", "again", "again / new", "cached tokens", words=("service",), folds=True)
     for service in services:
         known = [tokens for tokens in service.cached_tokens if tokens is not None]
         cached = f"{median(known):.0f}" if known else "-"
         times = (f"{1000 * median(seconds):.1f}" for seconds in (service.new, service.again))
-        table.add_row(service.label, *times, f"{service.ratio:.3f}", cached)
-    return table
+        shown.add_row(service.label, *times, f"{service.ratio:.3f}", cached)
+    return shown
 
 
 def _processor(times: ProcessorTimes) -> Table:
-    table = _table("p50", "p90", "sum, s")
+    shown = table("service", "p50", "p90", "sum, s", words=("service",), folds=True)
     for label, seconds in zip(times.labels, (times.first, times.second), strict=True):
         spread = Percentiles.of(seconds)
-        table.add_row(label, f"{1000 * spread.p50:.1f}", f"{1000 * spread.p90:.1f}", f"{sum(seconds):.1f}")
-    return table
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("service", overflow="fold")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
+        shown.add_row(label, f"{1000 * spread.p50:.1f}", f"{1000 * spread.p90:.1f}", f"{sum(seconds):.1f}")
+    return shown
 
 
 def write_json(path: Path, report: CostReport) -> None:
     """Every single figure, in seconds."""
-    document = {"schema": SCHEMA, "benchmark": "prefix cost", "machine": asdict(this_machine()), **asdict(report)}
-    path.write_text(json.dumps(document) + "\n")
+    write_document(path, {"schema": SCHEMA, "benchmark": "prefix cost", **asdict(report)}, indent=None)

@@ -10,7 +10,6 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from base.errors import StartupError
 from benchmarks.decode.config import DecodeBench
@@ -21,6 +20,7 @@ from benchmarks.ranks.exchange import time_exchange
 from benchmarks.ranks.host_reads import time_host_reads
 from benchmarks.ranks.prompts import models_of, time_prompt_of
 from benchmarks.ranks.steps import time_steps_of
+from benchmarks.tables import table
 from cli.serve import die_with_parent
 from ranks.group import RankGroup
 from ranks.place import RankPlace, create_places
@@ -54,6 +54,7 @@ def main(
             env={**os.environ, **place.variables()},
             pass_fds=place.descriptors,
             preexec_fn=die_with_parent,
+            start_new_session=True,  # Ctrl-C is for this process, which ends them
         )
         for place in places
     ]
@@ -76,50 +77,45 @@ def _measure(
     exchange = group.connect()
     console = Console(quiet=group.rank != 0)
     times = time_agreement(group, woken)
-    table = _table(f"agreement of {group.world_size} ranks, us: median / p90", "shared memory", "gloo", "from sleep")
-    table.add_row(summary(times.shared_memory), summary(times.gloo), summary(times.waking))
-    console.print(table, "")
+    shown = table(
+        "shared memory", "gloo", "from sleep", title=f"agreement of {group.world_size} ranks, us: median / p90"
+    )
+    shown.add_row(summary(times.shared_memory), summary(times.gloo), summary(times.waking))
+    console.print(shown, "")
 
     config = DecodeBench(layers=max(1, layers), rank_of=group.world_size, context=context)
     hidden_size = 7168
-    table = _table(f"rows of {hidden_size} bfloat16 a rank, us", "rows", "gather", "reduce")
+    shown = table("rows", "gather", "reduce", title=f"rows of {hidden_size} bfloat16 a rank, us")
     for rows, (gather, reduce) in time_exchange(group, exchange, hidden_size).items():
-        table.add_row(str(rows), f"{gather:.1f}", f"{reduce:.1f}")
-    console.print(table, "")
+        shown.add_row(str(rows), f"{gather:.1f}", f"{reduce:.1f}")
+    console.print(shown, "")
 
     if device.type == "cuda":
-        table = _table("read from each rank's own host pool, GB/s", "rank", *_HOST_READS)
+        shown = table("rank", *_HOST_READS, title="read from each rank's own host pool, GB/s")
         for rank, rates in enumerate(time_host_reads(group)):
-            table.add_row(str(rank), *(f"{rate:.1f}" for rate in astuple(rates)))
-        console.print(table, "")
+            shown.add_row(str(rank), *(f"{rate:.1f}" for rate in astuple(rates)))
+        console.print(shown, "")
 
     if prompt:
         whole, part = models_of(replace(config, context=prompt), device)
-        table = _table(f"prompt of {prompt} tokens, {layers} layers, s", "chunk", "group", "one rank", "ratio")
+        shown = table("chunk", "group", "one rank", "ratio", title=f"prompt of {prompt} tokens, {layers} layers, s")
         for chunk in chunks:
             took = time_prompt_of(group, exchange, whole, part, prompt, chunk)
-            table.add_row(str(chunk), f"{took.group_s:.3f}", f"{took.alone_s:.3f}", f"{took.ratio:.2f}")
-        console.print(table, "")
+            shown.add_row(str(chunk), f"{took.group_s:.3f}", f"{took.alone_s:.3f}", f"{took.ratio:.2f}")
+        console.print(shown, "")
         del whole, part
 
     if layers:
         model = build_model(config, device)
-        table = _table(f"step of {layers} layers, ms", "batch", "group", "alone", "HBM limit", "us a mixture more")
+        shown = table("batch", "group", "alone", "HBM limit", "us a mixture more", title=f"step of {layers} layers, ms")
         for batch in batches:
             step = time_steps_of(group, exchange, model, context, batch)
             cells = [f"{step.group_ms:.2f}", f"{step.alone_ms:.2f}", f"{step.limit_ms:.2f}"]
-            table.add_row(str(batch), *cells, f"{step.us_per_mixture:.0f}" if step.mixtures else "")
-        console.print(table, "")
+            shown.add_row(str(batch), *cells, f"{step.us_per_mixture:.0f}" if step.mixtures else "")
+        console.print(shown, "")
     while not group.done():
         pass
     group.close()
-
-
-def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from benchmarks.device import finish
 from model.shard import Exchange
 from ranks.group import RankGroup
 
@@ -34,8 +35,8 @@ def _us(group: RankGroup, call: Callable[[], object]) -> float:
 
     several()
     run = several
+    finish(group.device)
     if group.device.type == "cuda":
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             several()
@@ -45,7 +46,6 @@ def _us(group: RankGroup, call: Callable[[], object]) -> float:
         group.barrier.wait(1)
         started = time.perf_counter()
         run()
-        if group.device.type == "cuda":
-            torch.cuda.synchronize()
+        finish(group.device)
         times.append((time.perf_counter() - started) / _PER_REPLAY * 1e6)
     return statistics.median(times)

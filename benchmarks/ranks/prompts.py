@@ -1,6 +1,5 @@
 """The prefill of a long prompt by a group of ranks, and by one rank that has all experts."""
 
-import gc
 import statistics
 import time
 from dataclasses import dataclass, replace
@@ -9,6 +8,7 @@ import torch
 
 from benchmarks.decode.config import DecodeBench
 from benchmarks.decode.workload import build_model
+from benchmarks.device import finish, give_back_memory
 from benchmarks.ranks.steps import of_rank
 from engine.chunked import ChunkedPrefill, PrefillJob
 from kvcache.paged_pool import PagedKVPool
@@ -65,23 +65,16 @@ def _seconds(model: SparseModel, tokens: int, chunk: int, group: RankGroup | Non
         job = PrefillJob(prompt)
         prefill.add(job)
         prefill.start_waiting()
-        _finish(model.device)
+        finish(model.device)
         if group is not None:
             group.share(None)
         started = time.perf_counter()
         while (step := prefill.plan()) is not None:
             step.compute(model)
-            _finish(model.device)
+            finish(model.device)
             prefill.complete(step)
         times.append(time.perf_counter() - started)
         prefill.release(job)
     del pool, prefill, job, step
-    gc.collect()
-    if model.device.type == "cuda":
-        torch.cuda.empty_cache()
+    give_back_memory()
     return statistics.median(times[1:])
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -1,14 +1,12 @@
 """A decode step of a rank, with the others and without them: the same weights, the same requests."""
 
-import gc
 import random
 import statistics
 import time
 from dataclasses import dataclass, replace
 
-import torch
-
 from benchmarks.decode.workload import Requests
+from benchmarks.device import finish, give_back_memory
 from benchmarks.stepping import GREEDY, launch
 from engine.runner import ModelRunner
 from model.feed_forward import MixtureOfExperts
@@ -49,7 +47,11 @@ def time_steps_of(group: RankGroup, exchange: Exchange, model: RankModel, contex
     networks = {"group": of_rank(model.network, group.rank, exchange), "alone": model.network}
     runners = {
         name: ModelRunner(
-            SparseModel(network, spec, backend), requests.coordinator, batch, spec.context_length, _records(device)
+            SparseModel(network, spec, backend),
+            requests.coordinator,
+            batch,
+            spec.context_length,
+            record=device.type == "cuda",
         )
         for name, network in networks.items()
     }
@@ -60,11 +62,11 @@ def time_steps_of(group: RankGroup, exchange: Exchange, model: RankModel, contex
             requests.make_room()
             for request_id in requests.ids:
                 runner.admit(request_id, [rng.randrange(spec.vocab_size)], [], GREEDY)
-            _finish(device)
+            finish(device)
             group.barrier.wait(batch)
             started = time.perf_counter()
             step = launch(runner, requests.coordinator, requests.ids)
-            _finish(device)
+            finish(device)
             times[name].append((time.perf_counter() - started) * 1e3)
             requests.coordinator.step_over(step.batch.places, dict.fromkeys(requests.ids, 1))
     medians = [statistics.median(times[name][_WARM_UP:]) for name in ("group", "alone")]
@@ -73,9 +75,7 @@ def time_steps_of(group: RankGroup, exchange: Exchange, model: RankModel, contex
     mixtures = sum(isinstance(layer.mlp, MixtureOfExperts) for layer in model.network.layers)
     requests.close()
     del runners, requests
-    gc.collect()  # recorded steps and their coordinator refer to each other, and hold gigabytes
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    give_back_memory()
     limit_ms = sum(work.ms(1.0) for part in works.values() for work in part)
     return StepTimes(batch, group_ms, alone_ms, limit_ms, mixtures)
 
@@ -89,12 +89,3 @@ def of_rank(network: Network, rank: int, exchange: Exchange) -> Network:
             layer = replace(layer, mlp=replace(mlp, first=rank * mlp.number, exchange=exchange))
         layers.append(layer)
     return replace(network, layers=tuple(layers))
-
-
-def _records(device: torch.device) -> bool:
-    return device.type == "cuda"
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+MOST_TOKEN_IDS = 2**31
+
 
 @dataclass(frozen=True)
 class Arrival:
@@ -26,10 +28,17 @@ class Usage:
 
     @classmethod
     def read(cls, usage: dict[str, Any]) -> "Usage":
-        """Raises KeyError, TypeError or ValueError for what is no usage."""
+        """Raises KeyError, TypeError, ValueError or OverflowError for what is no usage."""
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        known = None if cached is None else int(cached)
-        return cls(int(usage["prompt_tokens"]), int(usage["completion_tokens"]), known)
+        counts = int(usage["prompt_tokens"]), int(usage["completion_tokens"]), int(cached or 0)
+        if min(counts) < 0:
+            raise ValueError(f"{min(counts)} tokens")
+        return cls(counts[0], counts[1], None if cached is None else counts[2])
+
+
+def is_token_id(value: object) -> bool:
+    """Whether it is a number that a token can have: prompts are arrays of int32."""
+    return type(value) is int and 0 <= value < MOST_TOKEN_IDS
 
 
 class StreamFailed(Exception):
@@ -88,13 +97,15 @@ class Answer:
                 if tokens := self._tokens(choices[0]):
                     self._counted += tokens
                     self.arrivals.append(Arrival(at, tokens))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             shown = data[:200].decode(errors="replace")
             raise StreamFailed("malformed event", f"expected a completion chunk, found {shown}") from error
 
     def _tokens(self, choice: dict[str, object]) -> int:
         token_ids = choice.get("token_ids")
         if isinstance(token_ids, list):
+            if not all(map(is_token_id, token_ids)):
+                raise ValueError(f"expected token ids, found {token_ids}")
             self.token_ids += token_ids
             return len(token_ids)
         if self._running_usage and self.usage:

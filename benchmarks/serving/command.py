@@ -13,13 +13,13 @@ from benchmarks.serving.config import ServingBench
 from benchmarks.serving.conversation import Conversations
 from benchmarks.serving.measure import PointResult, measure
 from benchmarks.serving.plan import points, slo
-from benchmarks.serving.plot import write_png
-from benchmarks.serving.prefix_plot import write_prefix_png
+from benchmarks.serving.plot import write_png, write_prefix_png
 from benchmarks.serving.progress import Bar
 from benchmarks.serving.replay import Scale, TraceReplay, read_replay
 from benchmarks.serving.report import Report, document, print_report, write_json
 from benchmarks.serving.services import (
     Service,
+    check_labels,
     context_length,
     local_services,
     remote,
@@ -45,6 +45,7 @@ def run_serving_bench(config: ServingBench) -> Report:
     config.check()
     disturbance = Disturbance()
     services, workload = _subjects(config)
+    check_labels(services)
     for service in services:
         service.check()
     options = config.options

@@ -1,6 +1,7 @@
 """How `hisparse-pd bench serving` is configured."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +9,9 @@ from typing import Annotated, Any
 
 from base.errors import StartupError
 from base.flags import Flag
+from benchmarks.documents import check_writable
 from benchmarks.flags import parse_numbers, parse_rates, swept
+from benchmarks.serving.answer import MOST_TOKEN_IDS
 from decode_node.config import HiSparseJson
 
 _TRACE_BLOCK_TOKENS = 512
@@ -64,6 +67,7 @@ class ServingBench:
         Flag(
             "Token ids to draw from; default: the checkpoint's, 256 with --base-url, text for the default one.",
             min=1,
+            max=MOST_TOKEN_IDS,
         ),
     ] = None
     prompts: Annotated[
@@ -148,7 +152,10 @@ class ServingBench:
             raise StartupError(f"--concurrency {min(self.concurrency)}: expected at least 1")
         if not 0 <= self.range_ratio < 1:
             raise StartupError(f"--range-ratio {self.range_ratio}: expected 0 or more, and less than 1")
+        if self.api_key and not self.api_key.isascii():
+            raise StartupError("--api-key: expected ASCII, as headers of HTTP are")
         self._check_prompts()
+        check_writable(self.json, self.png)
 
     def _check_prompts(self) -> None:
         """Raises StartupError for options of different prompts."""
@@ -175,7 +182,7 @@ class ServingBench:
             raise StartupError("--prompts: with --turns and --shared-prefix, prompts are random")
         if self.trace and len(self.concurrency) + len(self.request_rate) > 1:
             raise StartupError("--trace: expected one load, since the next one would find all its prompts cached")
-        if self.speed <= 0:
+        if not self.speed > 0:
             raise StartupError(f"--speed {self.speed:g}: expected more than 0")
 
     @property
@@ -200,7 +207,11 @@ class ServingBench:
         written = {name: value for name, value in vars(self).items() if name not in left_out}
         if self.trace is None:
             written |= dict(zip(("input_tokens", "output_tokens"), self.lengths, strict=True))
-        return {name: str(value) if isinstance(value, Path) else value for name, value in written.items()}
+        # JSON has neither paths nor infinity.
+        return {
+            name: str(value) if isinstance(value, Path) or value == math.inf else value
+            for name, value in written.items()
+        }
 
     @property
     def extra_fields(self) -> Mapping[str, Any]:

@@ -92,7 +92,7 @@ def read_replay(path: Path, limit: int | None, scale: Scale, vocab_size: int, se
     """
     try:
         traced = sorted(load_trace(path), key=lambda one: one.timestamp)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise StartupError(f"--trace {path}: {error}") from error
     if scale.block_tokens % BLOCK_TOKENS:
         raise StartupError(f"--block-tokens {scale.block_tokens}: expected a multiple of {BLOCK_TOKENS}")

@@ -19,6 +19,7 @@ from benchmarks.serving.hits import PrefixHits
 from benchmarks.serving.load import Load
 from benchmarks.serving.measure import PointResult
 from benchmarks.serving.metrics import Answered, Slo, Summary, summarize
+from benchmarks.tables import table
 
 SCHEMA = 1
 _BUSY = 0.8
@@ -81,8 +82,8 @@ class Report:
 
 def print_report(report: Report, console: Console) -> None:
     """Tables of 80 columns at most: requests, rates, times; and what is to be known of them."""
-    for table in (_requests(report), _rates(report), _latencies(report), _gaps(report)):
-        console.print(table, "")
+    for shown in (_requests(report), _rates(report), _latencies(report), _gaps(report)):
+        console.print(shown, "")
     if any(point.hits for point in report.points):
         console.print(_prefixes(report))
         console.print(_PREFIXES_SAY, "", highlight=False)
@@ -210,19 +211,13 @@ def _spread(name: str, of: Callable[[Summary], Percentiles | None], digits: int 
 
 def _table(report: Report, title: str, *columns: _Column) -> Table:
     """A service's name wraps, so that figures are whole in 80 columns."""
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, collapse_padding=True
-    )
-    table.add_column("load", justify="right", no_wrap=True)
-    several = len({point.label for point in report.points}) > 1
-    if several:
-        table.add_column("service", overflow="fold")
-    for heading, _ in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
+    if len({point.label for point in report.points}) > 1:
+        columns = ("service", lambda point: point.label), *columns
+    headings = ("load", *(heading for heading, _ in columns))
+    shown = table(*headings, title=title, words=("service",), folds=True, collapse_padding=True)
     for point in report.by_load:
-        label = [point.label] if several else []
-        table.add_row(str(point.load), *label, *(cell(point) for _, cell in columns))
-    return table
+        shown.add_row(str(point.load), *(cell(point) for _, cell in columns))
+    return shown
 
 
 def document(report: Report) -> dict[str, Any]:

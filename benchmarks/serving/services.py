@@ -106,6 +106,13 @@ class Local:
             yield Endpoint(self.label, url, _MODEL, extra_body=extra_body, process_id=children["serve"].pid)
 
 
+def check_labels(services: Sequence[Service]) -> None:
+    """Raises StartupError for two services that reports could not tell apart."""
+    labels = [service.label for service in services]
+    if twice := next((label for label in labels if labels.count(label) > 1), None):
+        raise StartupError(f"two services are called {twice!r}: name them with LABEL=")
+
+
 def remote(word: str, config: ServingBench) -> Service:
     """A service by its address, or by LABEL=address. Raises StartupError for what is no address."""
     label, equals, address = word.partition("=")
@@ -180,7 +187,7 @@ def _served_models(endpoint: Endpoint) -> list[str]:
     trust = ssl.create_default_context()
     try:
         response = httpx.get(url, headers=endpoint.headers(), timeout=_ANSWER_S, trust_env=False, verify=trust)
-    except (httpx.TransportError, httpx.InvalidURL) as error:
+    except (httpx.RequestError, httpx.InvalidURL) as error:
         raise StartupError(f"no service answers at {url}: {error or type(error).__name__}") from error
     if response.status_code in (401, 403):
         raise StartupError(

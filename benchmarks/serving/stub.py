@@ -8,7 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from base.errors import StartupError
 from benchmarks.program import run
+from cli.serve import LOOPBACK, bind_error
 from service.lifecycle import raise_file_limit
 
 MODEL = "stub"
@@ -62,12 +64,20 @@ async def serve(answer: Answer, port: int = 0) -> asyncio.Server:
                 reply = Reply(writer)
                 if head.startswith(b"get /v1/models"):
                     reply.whole(200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+                    continue
+                try:
+                    request = json.loads(body)
+                    is_request = "prompt" in request and int(request["max_tokens"]) >= 0
+                except (ValueError, KeyError, TypeError):
+                    is_request = False
+                if is_request:
+                    await answer(request, reply)
                 else:
-                    await answer(json.loads(body), reply)
-        except (asyncio.IncompleteReadError, ConnectionError):
+                    reply.whole(400, {"error": {"message": "expected a completion request with prompt and max_tokens"}})
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError, ValueError):
             writer.close()
 
-    return await asyncio.start_server(connection, "127.0.0.1", port)
+    return await asyncio.start_server(connection, LOOPBACK, port)
 
 
 def token_event(text: str = "x", **fields: object) -> Json:
@@ -105,9 +115,10 @@ class Steps:
         if self._stepping is None:
             self._stepping = asyncio.create_task(self._step())
         reply.start()
-        self._left[reply], self._ended[reply] = request["max_tokens"], asyncio.Event()
-        await self._ended[reply].wait()
-        del self._ended[reply]
+        if request["max_tokens"]:
+            self._left[reply], self._ended[reply] = request["max_tokens"], asyncio.Event()
+            await self._ended[reply].wait()
+            del self._ended[reply]
         reply.event(usage_event(len(request["prompt"]), request["max_tokens"]))
         reply.event("[DONE]")
         reply.end()
@@ -133,6 +144,8 @@ def main(
 ) -> None:
     """Serve until interrupted."""
     raise_file_limit()
+    if error := bind_error(LOOPBACK, port):
+        raise StartupError(f"--port {port}: cannot listen at {LOOPBACK} ({error.strerror})") from error
 
     async def forever() -> None:
         server = await serve(Steps(interval_ms / 1e3).answer, port)

@@ -12,6 +12,7 @@ import numpy as np
 
 from base.errors import StartupError
 from benchmarks.passkey.text import passage_ids
+from benchmarks.serving.answer import is_token_id
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def _prompt(path: Path, number: int, line: str, output_tokens: int) -> Prompt:
         entry = None
     if isinstance(entry, dict):
         content, tokens = entry.get("prompt"), entry.get("output_tokens", output_tokens)
-        is_ids = isinstance(content, list) and all(type(token) is int for token in content)
+        is_ids = isinstance(content, list) and all(map(is_token_id, content))
         if content and (isinstance(content, str) or is_ids) and type(tokens) is int and tokens >= 1:
             return Prompt(content, tokens)
     raise StartupError(

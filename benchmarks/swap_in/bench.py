@@ -5,6 +5,8 @@ from rich.console import Console
 from rich.progress import track
 
 from base.errors import StartupError
+from benchmarks.device import need_cuda
+from benchmarks.documents import check_writable
 from benchmarks.plotting import check_installed
 from benchmarks.swap_in.config import SwapInBench
 from benchmarks.swap_in.launchers import Launcher, Ours, Peer, peer_version
@@ -63,8 +65,7 @@ def _time(launcher: Launcher) -> Timing:
 
 def _check(config: SwapInBench, shape: Shape) -> None:
     """Raises StartupError for what cannot be measured."""
-    if not torch.cuda.is_available():
-        raise StartupError("bench swap-in needs a CUDA device")
+    need_cuda("bench swap-in")
     if not config.batches or min(config.batches) < 1 or not config.misses or min(config.misses) < 0:
         raise StartupError("bench swap-in needs batches of 1 and more, and misses of 0 and more")
     if max(config.misses) > config.top_k:
@@ -72,3 +73,4 @@ def _check(config: SwapInBench, shape: Shape) -> None:
     # Refuses sizes that swap-in cannot have, and that would have it cut queries.
     HiSparseConfig(config.device_buffer_size, shape.union)
     check_installed()
+    check_writable(config.json, config.png)

@@ -8,15 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from base.errors import StartupError
 from benchmarks.program import run
+from benchmarks.tables import table
 from hisparse.residency import Residency
 
 Trace = npt.NDArray[np.int64]
@@ -72,13 +74,11 @@ def run_eviction_bench(config: EvictionBench, console: Console | None = None) ->
 
 def print_results(results: list[EvictionResult], console: Console) -> None:
     """A line per trace and size; says whether the policy is anywhere more than a point under LRU."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("trace", "hot slots", "clock %", "LRU %", "optimum %", "clock - LRU"):
-        table.add_column(heading, justify="left" if heading == "trace" else "right", no_wrap=True)
+    shown = table("trace", "hot slots", "clock %", "LRU %", "optimum %", "clock - LRU", words=("trace",))
     for result in results:
         rates = (f"{rate:.2f}" for rate in (result.clock, result.lru, result.optimum))
-        table.add_row(result.trace, str(result.hot_size), *rates, f"{result.clock - result.lru:+.2f}")
-    console.print(table)
+        shown.add_row(result.trace, str(result.hot_size), *rates, f"{result.clock - result.lru:+.2f}")
+    console.print(shown)
     worst = min(results, key=lambda result: result.clock - result.lru)
     verdict = "never" if worst.clock - worst.lru >= -1 else "MORE THAN"
     console.print(
@@ -89,9 +89,20 @@ def print_results(results: list[EvictionResult], console: Console) -> None:
 
 
 def load_trace(path: Path) -> tuple[Trace, int]:
-    """A recorded trace (.npz: `positions` int [steps, k], `first` the newest position of step 0), and `first`."""
-    with np.load(path) as recorded:
-        return recorded["positions"].astype(np.int64), int(recorded["first"])
+    """A recorded trace (.npz: `positions` int [steps, k], `first` the newest position of step 0), and `first`.
+
+    Raises StartupError for any other file.
+    """
+    try:
+        with np.load(path) as recorded:
+            positions, first = recorded["positions"].astype(np.int64), int(recorded["first"])
+        if positions.ndim != 2 or not len(positions):
+            raise ValueError(f"positions have shape {positions.shape}")
+    except OSError as error:
+        raise StartupError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
+        raise StartupError(f"{path}: no recorded trace of benchmarks.swap_in.record: {error}") from error
+    return positions, first
 
 
 # Policies
@@ -271,6 +282,8 @@ def main(
     traces: Annotated[list[Path] | None, typer.Option("--trace", help="A recorded trace, .npz.")] = None,
 ) -> None:
     """Play synthetic and recorded traces against every policy."""
+    if context_length < top_k:
+        raise StartupError(f"--context-length {context_length}: expected at least {top_k}, which is --top-k")
     run_eviction_bench(
         EvictionBench(top_k=top_k, context_length=context_length, steps=steps, traces=tuple(traces or ()))
     )

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.program import run
 from benchmarks.swap_in.eviction import Trace, load_trace
+from benchmarks.tables import table
 from hisparse.residency import Residency
 
 WINDOWS = (8, 32, 128)
@@ -68,9 +68,7 @@ def main(
     trace: Annotated[list[Path], typer.Option(help="Recorded selections (benchmarks.swap_in.record).")],
     hot_ratio: Annotated[float, typer.Option(help="Size of the hot buffer, as a multiple of top-k.")] = 2.0,
 ) -> None:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("misses of", "guess", "foreseen, %", "copies for each"):
-        table.add_column(heading, justify="left" if heading in ("misses of", "guess") else "right", no_wrap=True)
+    shown = table("misses of", "guess", "foreseen, %", "copies for each", words=("misses of", "guess"))
     recorded = {f"{path.parent.name}/{path.stem}": load_trace(path) for path in trace}
     for name, (selected, first) in recorded.items():
         others = {other: of_other for other, (of_other, _) in recorded.items() if other != name}
@@ -78,8 +76,8 @@ def main(
         for guess, guessed in result.guessed.items():
             right = result.right[guess]
             copies = f"{guessed / right:.0f}" if right else "none is right"
-            table.add_row(name, guess, f"{100 * right / max(1, result.misses):.0f}", copies)
-    Console().print(table)
+            shown.add_row(name, guess, f"{100 * right / max(1, result.misses):.0f}", copies)
+    Console().print(shown)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from base.errors import StartupError
 from benchmarks.program import run
 from benchmarks.swap_in.eviction import Policy, Trace, play_clock, play_fifo, play_lru, play_optimum
+from benchmarks.tables import table
 
 LRU_MISSES = (0.300, 0.134, 0.067)
 """Of what a token selects, with k, 2k and 4k slots."""
@@ -114,9 +114,7 @@ def main(
     """Make selections, play them against each policy, and print what it misses beside what is published."""
     trace, first = make_trace(top_k, context_length, _SETTLING_STEPS + steps, seed)
     since = first + _SETTLING_STEPS
-    table = Table(box=None, pad_edge=False)
-    for heading in ("policy", "hot slots", "misses % of k", "published"):
-        table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
+    shown = table("policy", "hot slots", "misses % of k", "published", words=("policy",))
     cases: list[tuple[Policy, str, int, float | None]] = [
         *((play_lru, "LRU", 1 << doubled, misses) for doubled, misses in enumerate(LRU_MISSES)),
         (play_fifo, "FIFO", 2, _FIFO_MISSES),
@@ -125,8 +123,8 @@ def main(
     ]
     for play, policy, size, published in cases:
         missed = 1 - play(trace, context_length, size * top_k, since)
-        table.add_row(policy, f"{size}k", f"{100 * missed:.1f}", f"{100 * published:.1f}" if published else "")
-    Console().print(table)
+        shown.add_row(policy, f"{size}k", f"{100 * missed:.1f}", f"{100 * published:.1f}" if published else "")
+    Console().print(shown)
     if out is not None:
         np.savez_compressed(out, positions=trace.astype(np.int32), first=context_length)
 

@@ -18,26 +18,24 @@ from base.errors import StartupError
 from benchmarks.passkey import CHECKPOINT
 from benchmarks.passkey.text import passage_ids
 from benchmarks.program import run
-from benchmarks.stepping import GREEDY, launch, next_tokens
+from benchmarks.stepping import GREEDY, launch, next_tokens, tiers_of_one
 from benchmarks.wrapped_backend import WrappedBackend
 from control.messages import Sampling
 from engine.chunked import ChunkedPrefill, PrefillJob
 from engine.runner import ModelRunner
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
-from hisparse.sizing import plan_sizes
 from hisparse.swap_in import StagedKV
-from hisparse.tiers import build_tiers
 from kernels.attention import AttentionBackend
 from kernels.operands import IndexQueries, PagedKeys
 from kvcache.paged_pool import PagedKVPool
 from model.config import ModelSpec
 from model.loader import choose_backend, load_model, read_spec, resolve_dtype
 from model.sparse_model import SparseModel
+from service.node_model import use_device
 
 _PAGE = 64
 _CHUNK = 2048
-_PLENTY = 1 << 40
 _REQUEST = "recorded"
 
 
@@ -70,7 +68,9 @@ def record(
         )
     backend = RecordingBackend(choose_backend("auto", device, spec))
     model = load_model(checkpoint, dtype, device, None, backend)
-    coordinator = _tiers(spec, len(prompt_ids) + steps, device)
+    tokens, k = len(prompt_ids) + steps, spec.index_topk
+    config = HiSparseConfig(max(tokens, k), k, host_to_device_ratio=1.0, host_pool_gib=None)
+    coordinator = tiers_of_one(config, spec.kv_layout, tokens, device)
     pool = PagedKVPool(spec.kv_layout, -(-len(prompt_ids) // _PAGE), _PAGE, device)
     prefill: ChunkedPrefill[PrefillJob] = ChunkedPrefill(pool, _CHUNK)
     _prefill(model, prefill, coordinator, prompt_ids)
@@ -82,24 +82,6 @@ def record(
     coordinator.request_finished(_REQUEST)
     coordinator.close()
     return _by_layer(backend.selected, spec)
-
-
-def _tiers(spec: ModelSpec, tokens: int, device: torch.device) -> HiSparseCoordinator:
-    sizes = plan_sizes(
-        HiSparseConfig(
-            device_buffer_size=max(tokens, spec.index_topk),
-            top_k=spec.index_topk,
-            host_to_device_ratio=1.0,
-            host_pool_gib=None,
-        ),
-        spec.kv_layout,
-        max_running_requests=1,
-        context_length=tokens,
-        index_page_size=_PAGE,
-        available_host_bytes=_PLENTY,
-        available_device_bytes=_PLENTY,
-    )
-    return build_tiers(sizes, device)
 
 
 def _prefill(
@@ -138,7 +120,11 @@ def main(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint directory; default: the trained one.")] = CHECKPOINT,
     prompt: Annotated[
         Path | None,
-        typer.Option(help="Text to decode after; default: English for the trained model, random token ids for others."),
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Text to decode after; default: English for the trained model, random token ids for others.",
+        ),
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt.")] = 4096,
     steps: Annotated[int, typer.Option(min=1, help="Tokens to decode.")] = 800,
@@ -146,11 +132,15 @@ def main(
         float, typer.Option(min=0, help="At which they are drawn; at 0 a small model repeats itself.")
     ] = 0.7,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    out: Annotated[Path, typer.Option(help="Directory for the traces.")] = Path("bench-traces"),
+    out: Annotated[Path, typer.Option(file_okay=False, help="Directory for the traces.")] = Path("bench-traces"),
 ) -> None:
     """Record what a model selects, as traces for the eviction benchmark."""
+    where = use_device(device)
     if prompt is None and checkpoint == CHECKPOINT:
-        ids = passage_ids(random.Random(0), prompt_tokens)
+        try:
+            ids = passage_ids(random.Random(0), prompt_tokens)
+        except ValueError as error:
+            raise StartupError(f"--prompt-tokens {prompt_tokens}: {error}") from error
     elif prompt is None:
         vocab = read_spec(checkpoint, resolve_dtype(checkpoint, "auto"), None).vocab_size
         ids = np.random.default_rng(0).integers(0, vocab, prompt_tokens).tolist()
@@ -158,7 +148,7 @@ def main(
         from gateway.tokenizer import CheckpointTokenizer
 
         ids = CheckpointTokenizer(str(checkpoint)).encode(prompt.read_text(), special_tokens=True)[:prompt_tokens]
-    traces = record(checkpoint, ids, steps, torch.device(device), Sampling(temperature=temperature))
+    traces = record(checkpoint, ids, steps, where, Sampling(temperature=temperature))
     out.mkdir(parents=True, exist_ok=True)
     for layer, positions in traces.items():
         np.savez_compressed(

@@ -1,6 +1,5 @@
 """What is shown of a run: tables for people, JSON for programs, and a figure."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -8,11 +7,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.documents import write_document
 from benchmarks.machine import this_machine
 from benchmarks.plotting import new_figure
 from benchmarks.swap_in.launchers import PEER
 from benchmarks.swap_in.targets import RESOLVE_ABOVE_FLOOR_US, STATED_FLOOR_US, STATED_US, target
 from benchmarks.swap_in.workload import Shape
+from benchmarks.tables import table
 
 SCHEMA = 1
 _STATED_SHAPE = (2048, 4096, 1152, 1)
@@ -75,9 +76,9 @@ def print_report(report: Report, console: Console) -> None:
         f"{report.block_size} threads per block, {report.device}",
         highlight=False,
     )
-    for table in (_times(report), _beside_stated(report), _beside_peer(report)):
-        if table.row_count:
-            console.print(table, "")
+    for shown in (_times(report), _beside_stated(report), _beside_peer(report)):
+        if shown.row_count:
+            console.print(shown, "")
     console.print(
         "graph: in CUDA graph replays; single: between two events, of which "
         f"{report.floor_us:.1f} us are launch and events. resolve: without the fetch, single, less that floor. "
@@ -95,10 +96,10 @@ def _queries(shape: Shape) -> str:
 
 
 def _times(report: Report) -> Table:
-    table = _table("us per launch", "blocks", "graph", "single", "resolve", "PCIe", "GB/s")
+    shown = _table("us per launch", "blocks", "graph", "single", "resolve", "PCIe", "GB/s")
     for result in report.results:
         ours = result.swap_in
-        table.add_row(
+        shown.add_row(
             _case(result),
             str(result.cluster),
             f"{ours.graph_us:.1f}",
@@ -107,12 +108,12 @@ def _times(report: Report) -> Table:
             f"{report.pcie_us(result):.1f}",
             f"{result.num_bytes / ours.graph_us / 1e3:.1f}",
         )
-    return table
+    return shown
 
 
 def _beside_stated(report: Report) -> Table:
     """Without rows where nothing was stated for this shape."""
-    table = _table(f"beside {PEER} as stated, us", "stated", "single", "ratio", "target", "")
+    shown = _table(f"beside {PEER} as stated, us", "stated", "single", "ratio", "target", "")
     for result in report.results:
         stated, ratio = report.stated_us(result), report.ratio_to_stated(result)
         if stated is None or ratio is None:
@@ -120,27 +121,24 @@ def _beside_stated(report: Report) -> Table:
         wanted = target(result.batch, result.misses)
         single = f"{result.swap_in.single_us:.1f}"
         verdict = "ok" if ratio >= wanted else "missed"
-        table.add_row(_case(result), f"{stated:.0f}", single, f"{ratio:.2f}", f"{wanted:.2f}", verdict)
-    return table
+        shown.add_row(_case(result), f"{stated:.0f}", single, f"{ratio:.2f}", f"{wanted:.2f}", verdict)
+    return shown
 
 
 def _beside_peer(report: Report) -> Table:
     """Without rows where the peer is not installed."""
     title = f"beside {PEER} {report.peer_version}, measured now, us"
-    table = _table(title, "its graph", "its single", "ratio, graph", "ratio, single")
+    shown = _table(title, "its graph", "its single", "ratio, graph", "ratio, single")
     for result in report.results:
         ours, peer = result.swap_in, result.peer
         if peer is not None:
             ratios = f"{peer.graph_us / ours.graph_us:.2f}", f"{peer.single_us / ours.single_us:.2f}"
-            table.add_row(_case(result), f"{peer.graph_us:.1f}", f"{peer.single_us:.1f}", *ratios)
-    return table
+            shown.add_row(_case(result), f"{peer.graph_us:.1f}", f"{peer.single_us:.1f}", *ratios)
+    return shown
 
 
 def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for heading in ("batch x misses", *headings):
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
+    return table("batch x misses", *headings, title=title)
 
 
 def _case(result: CaseResult) -> str:
@@ -158,15 +156,14 @@ def write_json(path: Path, report: Report) -> None:
         }
         for result in report.results
     ]
-    document = {
+    content = {
         "schema": SCHEMA,
         **{key: value for key, value in asdict(report).items() if key != "results"},
         "stated_floor_us": STATED_FLOOR_US,
         "resolve_target_us": RESOLVE_ABOVE_FLOOR_US,
-        "machine": asdict(this_machine()),
         "cases": cases,
     }
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    write_document(path, content)
 
 
 def write_png(path: Path, report: Report) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.graph_timing import elapsed_us
 from benchmarks.swap_in.launchers import Launcher
 
 _SLEEP_CYCLES = 600_000
@@ -29,15 +30,15 @@ def recorded(launcher: Launcher) -> Callable[[], None]:
 def graph_us(launcher: Launcher, min_ms: float = 10.0) -> float:
     """Microseconds per launch when whole rotations are replayed from a CUDA graph: the best of three times `min_ms`."""
     replay_once = recorded(launcher)
-    replays = max(1, round(min_ms / _elapsed_ms(replay_once)))
+    replays = max(1, round(min_ms * 1e3 / elapsed_us(replay_once)))
 
     def replay() -> None:
         for _ in range(replays):
             replay_once()
 
-    times = [_elapsed_ms(replay) for _ in range(3)]
+    times = [elapsed_us(replay) for _ in range(3)]
     check_misses(launcher, 0)
-    return min(times) * 1e3 / (replays * launcher.rotation.length)
+    return min(times) / (replays * launcher.rotation.length)
 
 
 def single_us(launcher: Launcher, launches: int = 60) -> float:
@@ -58,7 +59,7 @@ def copy_gb_per_s(num_bytes: int = 2**30) -> float:
     """What the copy engine moves from pinned host memory to the device: the limit of the PCIe link. Best of three."""
     host = torch.empty(num_bytes, dtype=torch.uint8).pin_memory()
     device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-    return num_bytes / 1e6 / min(_elapsed_ms(lambda: device.copy_(host, non_blocking=True)) for _ in range(3))
+    return num_bytes / 1e3 / min(elapsed_us(lambda: device.copy_(host, non_blocking=True)) for _ in range(3))
 
 
 def _warm_up(launcher: Launcher) -> None:
@@ -84,15 +85,6 @@ def _single_us(launch: Callable[[int], object], launches: int) -> float:
         end.record()
     torch.cuda.synchronize()
     return statistics.median(float(start.elapsed_time(end)) * 1e3 for start, end in events)
-
-
-def _elapsed_ms(work: Callable[[], object]) -> float:
-    start, end = _event(), _event()
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end))
 
 
 def _event() -> torch.cuda.Event:

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.program import run
 from benchmarks.swap_in.eviction import Trace, load_trace
+from benchmarks.tables import table
 from hisparse.residency import Residency
 from hisparse.sizing import step_window
 
@@ -67,13 +67,11 @@ def play(name: str, trace: Trace, first: int, hot_size: int, queries: int, accep
 
 
 def print_results(results: list[UnionResult], acceptance: float, console: Console) -> None:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("trace", "hot slots", "queries", "union / k", "99%", "cut %", "misses % of k"):
-        table.add_column(heading, justify="left" if heading == "trace" else "right", no_wrap=True)
+    shown = table("trace", "hot slots", "queries", "union / k", "99%", "cut %", "misses % of k", words=("trace",))
     for one in results:
         numbers = f"{one.union:.2f}", f"{one.union_p99:.2f}", f"{100 * one.cut:.1f}", f"{100 * one.misses:.1f}"
-        table.add_row(one.trace, str(one.hot_size), str(one.queries), *numbers)
-    console.print(table)
+        shown.add_row(one.trace, str(one.hot_size), str(one.queries), *numbers)
+    console.print(shown)
     console.print(f"misses: of each token that came; a draft is right with probability {acceptance:g}", highlight=False)
 
 

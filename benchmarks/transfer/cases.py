@@ -1,4 +1,4 @@
-"""What is swept: sizes, layouts, protocols."""
+"""What is swept: sizes, layouts, protocols; and what methods are compared by."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -131,3 +131,26 @@ QUICK: tuple[Case, ...] = (
     replace(_SHM, tokens=8192, destination=_P),
     replace(_SHM, tokens=8192, source=_I, destination=_I),
 )
+
+
+class Group(StrEnum):
+    """What a method stands for. Where several of a group were measured, the fastest speaks for it."""
+
+    OURS = "ours"
+    TOKEN = "token"
+    PAGE = "page"
+    LARGE = "large"
+    NIXL = "nixl"
+
+    @property
+    def label(self) -> str:
+        return _LABELS[self]
+
+
+_LABELS = {
+    Group.OURS: "ours",
+    Group.TOKEN: "one descriptor per token",
+    Group.PAGE: "one descriptor per page",
+    Group.LARGE: "descriptors of 1 MiB",
+    Group.NIXL: "NIXL over UCX",
+}

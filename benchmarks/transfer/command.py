@@ -16,9 +16,8 @@ from base.version import VERSION
 from benchmarks.disturbance import Disturbance
 from benchmarks.machine import Machine, this_machine
 from benchmarks.transfer import nixl_agent, wire
-from benchmarks.transfer.cases import Case, Protocol
+from benchmarks.transfer.cases import Case, Group, Protocol
 from benchmarks.transfer.config import TransferBench
-from benchmarks.transfer.groups import Group
 from benchmarks.transfer.initiator import Initiator, Plan
 from benchmarks.transfer.overlap import Overlap, measure_overlap
 from benchmarks.transfer.plot import write_png

@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from base.errors import StartupError
 from base.flags import Flag
+from benchmarks.documents import check_writable
 from benchmarks.flags import parse_choices, parse_numbers, swept
 from benchmarks.plotting import check_installed
-from benchmarks.transfer.cases import Case, Fragmentation, Protocol, Sweep
-from benchmarks.transfer.groups import Group
+from benchmarks.transfer.cases import Case, Fragmentation, Group, Protocol, Sweep
 from prefill_node.config import TransferChecksum
 from service.config import IbDevice
 
@@ -64,3 +64,4 @@ class TransferBench:
             raise StartupError(f"--target is for --role initiator, not for --role {self.role}")
         if self.role != "target":
             check_installed()
+            check_writable(self.json, self.png)

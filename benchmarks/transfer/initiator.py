@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from typing import Protocol as Interface
 
 from benchmarks.transfer import lineup, wire
-from benchmarks.transfer.cases import Case, Protocol
-from benchmarks.transfer.groups import Group
-from benchmarks.transfer.methods import Method, MethodFailed, Run
-from benchmarks.transfer.placement import Placement, place
+from benchmarks.transfer.cases import Case, Group, Protocol
+from benchmarks.transfer.methods import CaseResult, Method, MethodFailed, MethodResult, Run
+from benchmarks.transfer.placement import place
 from benchmarks.transfer.pools import digests
-from benchmarks.transfer.results import CaseResult, MethodResult
 from benchmarks.transfer.workbench import Workbench
 
 
@@ -99,10 +97,7 @@ class Initiator:
         link.ask(wire.Wipe(), wire.Done)
         run = method.run()
         found = link.ask(wire.Digest(slots=method.placement.slots.astype("<i8").tobytes()), wire.Digests).layers
-        expected = self._digests(case, method.placement)
+        expected = digests(self._bench.pools(case).kv, method.placement.items)
         if wrong := [layer for layer, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]]:
             raise MethodFailed(f"{method.name} left wrong bytes in layers {wrong} of {case}")
         return run
-
-    def _digests(self, case: Case, placement: Placement) -> tuple[int, ...]:
-        return digests(self._bench.pools(case).kv, placement.items)

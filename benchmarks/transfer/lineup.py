@@ -1,16 +1,14 @@
 """Which methods are measured in a case."""
 
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 
 from benchmarks.transfer import nixl_agent, wire
-from benchmarks.transfer.cases import Case, Fragmentation, Protocol
-from benchmarks.transfer.groups import Group
-from benchmarks.transfer.memcpy import CopyThreads, memmove
+from benchmarks.transfer.cases import Case, Fragmentation, Group, Protocol
+from benchmarks.transfer.large_writes import CopyThreads, RawEngine, memmove
 from benchmarks.transfer.methods import Method, MethodFailed, Posting
 from benchmarks.transfer.placement import Placement, coalesced, in_one_piece, per_page, per_token, pieces
-from benchmarks.transfer.raw_engine import RawEngine
 from benchmarks.transfer.workbench import Pools, Workbench
 from transfer.copy_runs import stream_runs
 from transfer.shm import COPY_THREADS
@@ -30,7 +28,10 @@ def methods(bench: Workbench, case: Case, placement: Placement, groups: Collecti
     with ExitStack() as at_end:
         at_end.callback(ours.close)
         if case.protocol is Protocol.SHM:
-            others = _by_memcpy(case, placement, pools, at_end.enter_context(_copying(pools)))
+            if pools.destination.shared is None:
+                raise MethodFailed("the target shares no memory")
+            threads = at_end.enter_context(closing(CopyThreads(pools.destination.shared, COPY_THREADS)))
+            others = _by_memcpy(case, placement, pools, threads)
         else:
             others = _by_engine(RawEngine(sending.mooncake), case, placement, pools)
         yield [method for method in (ours, *others) if method.group in groups]
@@ -78,14 +79,3 @@ def _by_memcpy(case: Case, placement: Placement, pools: Pools, threads: CopyThre
     plan = partial(pieces, case.concurrency * case.tokens, pools.source, pools.target)
     name = f"memcpy, {COPY_THREADS} threads"
     yield Posting(name, Group.LARGE, in_one_piece(case), plan, partial(threads.copy, how=memmove))
-
-
-@contextmanager
-def _copying(pools: Pools) -> Iterator[CopyThreads]:
-    if pools.destination.shared is None:
-        raise MethodFailed("the target shares no memory")
-    threads = CopyThreads(pools.destination.shared, COPY_THREADS)
-    try:
-        yield threads
-    finally:
-        threads.close()

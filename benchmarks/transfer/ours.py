@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.transfer.cases import Case, Protocol
-from benchmarks.transfer.groups import Group
+from benchmarks.transfer.cases import Case, Group, Protocol
 from benchmarks.transfer.methods import MethodFailed, Run
 from benchmarks.transfer.placement import Placement, Request
 from benchmarks.transfer.pools import buffers_of, layout
@@ -23,15 +22,11 @@ from prefill_node.plan import ChunkPart
 from prefill_node.pool_io import HostSource, Reading, SendBuffer, SendRings
 from prefill_node.sender import Chunk, Sender
 from transfer.choices import ChecksumMode, Transport
-from transfer.copy_runs import stream_runs
 from transfer.engine import KVTransferEngine
 from transfer.memory import BufferInfo
 from transfer.planner import NO_LIMIT, Descriptors
-from transfer.shm import COPY_THREADS
 from transfer.transports import Transports
 from transfer.writer import Channel, Outcome, Pending
-
-__all__ = ["COPY_THREADS", "ReceivingPool", "Sending", "source_pool", "stream_runs"]
 
 CHUNK_TOKENS = 2048
 """As many as a prefill node computes at a time by default."""

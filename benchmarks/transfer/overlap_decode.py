@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from base.metrics import Metrics
+from benchmarks.stepping import tiers_of_one
 from benchmarks.transfer.methods import MethodFailed
 from benchmarks.transfer.overlap_model import spec
 from control.messages import ChunkDone, Generate, Message, Peer, PrefillDone
@@ -19,12 +20,9 @@ from decode_node.request import Request, RequestState
 from decode_node.verifier import ChecksumTask, Verification, Verifier
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import HiSparseCoordinator
-from hisparse.sizing import plan_sizes
-from hisparse.tiers import build_tiers
 from service.checkpoint import identity_of
 from transfer.transports import Transports
 
-_PLENTY = 1 << 40
 _PATIENCE_S = 0.02
 _TIMEOUT_S = 60.0
 
@@ -136,13 +134,4 @@ def _tiers(tokens: int, shareable: bool) -> HiSparseCoordinator:
         host_to_device_ratio=None,
         host_pool_gib=2 * tokens * layout.token_bytes / 2**30,
     )
-    sizes = plan_sizes(
-        config,
-        layout,
-        max_running_requests=1,
-        context_length=shape.context_length,
-        index_page_size=64,
-        available_host_bytes=_PLENTY,
-        available_device_bytes=_PLENTY,
-    )
-    return build_tiers(sizes, torch.device("cpu"), shareable=shareable)
+    return tiers_of_one(config, layout, shape.context_length, torch.device("cpu"), shareable)

@@ -8,9 +8,8 @@ from typing import Any
 
 from benchmarks.machine import Machine
 from benchmarks.plotting import new_figure
-from benchmarks.transfer.cases import Case, short
-from benchmarks.transfer.groups import Group
-from benchmarks.transfer.results import CaseResult
+from benchmarks.transfer.cases import Case, Group, short
+from benchmarks.transfer.methods import CaseResult
 
 _COLOURS = {
     Group.OURS: "tab:blue",

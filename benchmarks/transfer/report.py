@@ -13,9 +13,10 @@ from rich.table import Table
 from benchmarks.disturbance import warning
 from benchmarks.machine import Machine
 from benchmarks.percentiles import Percentiles
-from benchmarks.transfer.groups import Group
+from benchmarks.tables import table
+from benchmarks.transfer.cases import Group
+from benchmarks.transfer.methods import CaseResult, MethodResult
 from benchmarks.transfer.overlap import Overlap
-from benchmarks.transfer.results import CaseResult, MethodResult
 
 SCHEMA = 1
 
@@ -36,7 +37,7 @@ class Report:
 def print_report(report: Report, console: Console) -> None:
     """Tables of 80 columns at most, one per case and a summary of all, the overlaps and the machines."""
     for result in report.results:
-        console.print(table(result), "")
+        console.print(case_table(result), "")
     console.print(summary(report.results), "")
     for overlap in report.overlaps:
         console.print(str(overlap), highlight=False)
@@ -51,36 +52,30 @@ def print_report(report: Report, console: Console) -> None:
         console.print(f"[yellow]{text}[/yellow]", highlight=False)
 
 
-def table(result: CaseResult) -> Table:
+def case_table(result: CaseResult) -> Table:
     """A line per method of one case, times in ms. The faster of those with 1 MiB has a star."""
-    table = _table(f"{result.case}, ms", "", *_COLUMNS)
+    shown = _table(f"{result.case}, ms", *_COLUMNS)
     large = result.best(Group.LARGE)
     for method in result.methods:
-        table.add_row(method.name + (" *" if method is large else ""), *_figures(result, method))
-    return table
+        shown.add_row(method.name + (" *" if method is large else ""), *_figures(result, method))
+    return shown
 
 
 def summary(results: Sequence[CaseResult]) -> Table:
     """A line per case: this project's way beside the best of each other kind, as quotients of median latencies."""
     title = "ours, beside the others: p50 in ms, and speed as a part of that of"
-    table = _table(title, "", "p50", "1 MiB", "per page", "per token", "NIXL")
+    shown = _table(title, "p50", "1 MiB", "per page", "per token", "NIXL")
     for result in results:
         if (ours := result.best(Group.OURS)) is None:
             continue
         ratios = [result.ratio(ours, group) for group in (Group.LARGE, Group.PAGE, Group.TOKEN, Group.NIXL)]
-        table.add_row(str(result.case), f"{1000 * ours.seconds.p50:.1f}", *(_times(ratio) for ratio in ratios))
-    return table
+        shown.add_row(str(result.case), f"{1000 * ours.seconds.p50:.1f}", *(_times(ratio) for ratio in ratios))
+    return shown
 
 
-def _table(title: str, subject: str, *headings: str) -> Table:
+def _table(title: str, *headings: str) -> Table:
     """What the lines are about wraps, so that figures are whole in 80 columns."""
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, collapse_padding=True
-    )
-    table.add_column(subject, overflow="fold")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
+    return table("", *headings, title=title, words=("",), folds=True, collapse_padding=True)
 
 
 def _times(ratio: float | None) -> str:

@@ -121,7 +121,9 @@ def listen(host: str, port: int, ib_device: str, announce: Callable[[str], None]
     try:
         listener = socket.create_server((host, port))
     except OSError as error:
-        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+        raise StartupError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
+        ) from error
     with listener:
         announce(f"{host}:{listener.getsockname()[1]}")
         connection, _ = listener.accept()

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from base.errors import StartupError
 from benchmarks.transfer import wire
 from benchmarks.transfer.cases import Case, Protocol
 from benchmarks.transfer.ours import Sending, source_pool
@@ -47,7 +48,7 @@ class Workbench:
         return self._sending[protocol]
 
     def pools(self, case: Case) -> Pools:
-        """Pools of the case's shape. Raises StartupError if the target cannot have one."""
+        """Pools of the case's shape. Raises StartupError if there is no memory for them, here or at the target."""
         shape = (case.protocol, case.layers, case.rows, case.item_bytes)
         if self._pools is None or shape != self._shape:
             self.close()
@@ -55,7 +56,10 @@ class Workbench:
                 protocol=case.protocol.value, layers=case.layers, rows=case.rows, item_bytes=case.item_bytes
             )
             sending = self.sending(case.protocol)
-            kv = source_pool(case.layers, case.rows, case.item_bytes)
+            try:
+                kv = source_pool(case.layers, case.rows, case.item_bytes)
+            except (OSError, OverflowError) as error:
+                raise StartupError(f"no memory for a pool of {case}: {error}") from error
             fill(kv, seed=1)
             pools = Pools(kv, buffers_of(kv), self.link.ask(prepare, wire.Prepared).destination)
             sending.register(pools.source)

@@ -15,7 +15,7 @@ from rich.console import Console
 from benchmarks.prefix import timing
 from benchmarks.prefix.__main__ import main, simulate
 from benchmarks.prefix.trace import TracedPrompt
-from benchmarks.prefix_cost import subject
+from benchmarks.prefix_cost import figures
 from benchmarks.prefix_cost.measure import CostPlan, measure
 from benchmarks.prefix_cost.report import print_costs, write_json
 from benchmarks.serving.client import Endpoint
@@ -87,7 +87,7 @@ class Stubbed:
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subject, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(figures, "_SETTLE_S", 0.0)
 
 
 def test_both_services_are_asked_the_same_and_what_was_cached_is_reported(

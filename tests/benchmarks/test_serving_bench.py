@@ -113,37 +113,6 @@ def test_no_answer_is_an_error(stub: Callable[..., str], tmp_path: Path, capsys:
     assert "answers no request: HTTP 500: out of order" in refusal(capsys, "serving", *words)
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["--base-url", "http://127.0.0.1:1"], "no service answers at http://127.0.0.1:1/v1/models"),
-        (["--base-url", "localhost:8000"], "--base-url localhost:8000: expected http://HOST:PORT"),
-        (["--base-url", "STUB", "--model", "gpt-9"], "does not serve 'gpt-9', but 'stub'"),
-        (["--base-url", "STUB", "--model-path", "/m"], "--model-path: for a service that is started here"),
-        (["--base-url", "STUB", "--", "--device", "cuda"], "flags of serve: for a service that is started here"),
-        (["--base-url", "STUB", "--concurrency", "4", "--request-rate", "1"], "--concurrency or --request-rate"),
-        (["--base-url", "STUB", "--concurrency", "0"], "--concurrency 0: expected at least 1"),
-        (["--base-url", "STUB", "--extra-body", "[]"], "--extra-body []: expected a JSON object"),
-        (["--base-url", "STUB", "--range-ratio", "1"], "--range-ratio 1.0: expected 0 or more, and less than 1"),
-        (["--model", "m"], "--model: the name of a model at --base-url"),
-        (["--model-path", "/nowhere"], "--model-path /nowhere: no config.json"),
-        (["--input-tokens", "16384", "--output-tokens", "1"], "16385 tokens of prompt and answer: the model that is"),
-    ],
-)
-def test_what_cannot_be_measured_is_one_line(
-    words: list[str],
-    reason: str,
-    stub: Callable[..., str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    address = stub()
-    assert reason in refusal(capsys, "serving", *(address if word == "STUB" else word for word in words))
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.slow
 def test_a_tiny_model_is_served_measured_and_stopped(tmp_path: Path) -> None:
     files = ["--json", str(tmp_path / "out.json"), "--png", str(tmp_path / "out.png")]

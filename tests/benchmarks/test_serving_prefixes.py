@@ -15,7 +15,7 @@ from benchmarks.serving.config import ServingBench
 from benchmarks.serving.replay import Scale, TraceReplay, read_replay
 from benchmarks.serving.services import local_services
 from benchmarks.serving.workload import Prompt
-from tests.benchmarks.conftest import CachingStub, bench, in_full, refusal, started
+from tests.benchmarks.conftest import CachingStub, bench, in_full, started
 
 TRACE = [
     {"timestamp": 1000, "input_length": 1100, "output_length": 40, "hash_ids": [5, 6, 7]},
@@ -114,25 +114,6 @@ def test_a_conversation_needs_to_know_what_was_answered(stub: Callable[..., str]
     words = ["--turns", "2", "--concurrency", "1", "--num-requests", "2"]
     (point,) = bench(tmp_path, "--base-url", stub(in_full), *words, code=1)["points"]
     assert point["failed"] == {"no token ids": 2}
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["--trace", "TRACE", "--turns", "2", "--input-tokens", "9"], "--input-tokens, --turns: a trace has its own"),
-        (["--speed", "2", "--limit", "3"], "--limit, --speed: for --trace, which is not given"),
-        (["--trace", "TRACE", "--block-tokens", "100"], "--block-tokens 100: expected a multiple of 64"),
-        (["--trace", "TRACE", "--speed", "0"], "--speed 0: expected more than 0"),
-        (["--trace", "TRACE", "--concurrency", "1,2"], "--trace: expected one load"),
-        (["--trace", "/nowhere"], "--trace /nowhere: "),
-        (["--prompts", "TRACE", "--turns", "2"], "--prompts: with --turns and --shared-prefix, prompts are random"),
-        (["--base-url", "http://127.0.0.1:1", "--variant", "on="], "--variant: for a service that is started here"),
-    ],
-)
-def test_options_that_contradict_each_other_are_one_line(
-    words: list[str], reason: str, trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert reason in refusal(capsys, "serving", *(str(trace) if word == "TRACE" else word for word in words))
 
 
 def test_variants_are_services_of_their_own() -> None:

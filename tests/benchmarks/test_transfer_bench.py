@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.benchmarks.conftest import refusal, started
+from tests.benchmarks.conftest import started
 from tests.e2e.cluster import all_gone, children_of, wait_until
 
 BENCH = [sys.executable, "-m", "cli.main", "bench", "transfer"]
@@ -92,22 +92,3 @@ def test_a_killed_initiator_takes_its_target_along() -> None:
         process.kill()
         process.wait()
         wait_until(lambda: all_gone(target), timeout=60, what="the target to end")
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["--role", "initiator"], "--role initiator needs --target HOST:PORT"),
-        (["--role", "initiator", "--target", "nowhere"], "--target nowhere: expected HOST:PORT"),
-        (["--role", "initiator", "--target", "127.0.0.1:1"], "no target at 127.0.0.1:1"),
-        (["--target", "127.0.0.1:1"], "--target is for --role initiator"),
-        (["--protocol", "udp"], "--protocol udp: expected tcp or rdma or shm"),
-        (["--protocol", "rdma"], "no RDMA device"),
-    ],
-)
-def test_what_cannot_be_measured_is_one_line(
-    words: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert reason in refusal(capsys, "transfer", *words)
-    assert not list(tmp_path.iterdir())

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.transfer import wire
-from benchmarks.transfer.cases import Case, Fragmentation
-from benchmarks.transfer.groups import Group
+from benchmarks.transfer.cases import Case, Fragmentation, Group
 from benchmarks.transfer.initiator import Initiator, Plan
 from benchmarks.transfer.methods import MethodFailed, Posting
 from benchmarks.transfer.ours import source_pool
