@@ -170,8 +170,8 @@ class Scheduler:
         donors = self.requests.donors() if waiting else {}
         landed = 0
         for request in waiting:
-            landed += request.state is RequestState.LANDED
-            if request.state is RequestState.LANDED:
+            if request.has_kv:
+                landed += 1
                 continue
             if landed >= self._limits.max_waiting:
                 return
@@ -188,7 +188,7 @@ class Scheduler:
                 continue
             if not self.slots.start_prefill(request, node, donor):
                 return
-            landed += request.state is RequestState.LANDED
+            landed += request.has_kv
             if request.generate.group and request.state is not RequestState.WAITING:
                 donors.setdefault(request.generate.group, request)
 
