@@ -13,11 +13,12 @@ ROOT = Path(__file__).resolve().parents[1]
 NOT_THE_PRODUCT = ("tests", "benchmarks", "deploy", "docs", "examples")
 SOURCES = (".py", ".cu", ".cuh")
 NODES = ("prefill_node", "decode_node")
-# A limit is what was reached, rounded up. Lower it with every change that makes room. Only a feature raises it.
+# A limit is what was reached, rounded up. Lower it with every change that makes room. Only a feature raises it,
+# or the test of a bug that was found.
 LIMITS = {
-    "lines of the product": 44389,
+    "lines of the product": 44353,
     "files of the product": 294,
-    "lines of tests": 50271,
+    "lines of tests": 50442,
 }
 BANNED: dict[str, tuple[str, tuple[str, ...]]] = {
     # A pattern of a line, and the packages that it must not be in; with `-`, those that it may be in; with none, all.
