@@ -98,6 +98,7 @@ def test_a_request_is_reported_with_where_it_is(fresh: World) -> None:
     fresh.decode.hold_after = 0
     waiting = fresh.post_later(prompt="abcd", max_tokens=9)
     wait_until(lambda: reported(fresh)["phases"] == {"placing": 0, "waiting": 1, "streaming": 0})
+    wait_until(lambda: bool(fresh.decode.generated))
     [request] = reported(fresh)["slowest"]
     assert request["request_id"] == fresh.decode.generated[0].request_id
     assert (request["phase"], request["node"]) == ("waiting", fresh.decode.me.address)
