@@ -166,10 +166,10 @@ class Scheduler:
         its prompt is prefilled by itself. None is started while `max_waiting` before it have landed: prompts that are
         cached take no slots, so nothing else would bound how many wait to be admitted.
         """
-        waiting = self.requests.in_state(RequestState.WAITING, RequestState.LANDED)
-        donors = self.requests.donors() if waiting else {}
+        queue = self.requests.in_state(RequestState.WAITING, RequestState.LANDED)
+        donors = self.requests.donors() if any(not request.has_kv for request in queue) else {}
         landed = 0
-        for request in waiting:
+        for request in queue:
             if request.has_kv:
                 landed += 1
                 continue
