@@ -5,6 +5,9 @@ from collections.abc import Iterable
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import profile
 
+_BESIDE = "copy_items"
+"""It copies for later layers beside the computation. A profile of a replayed graph does not tell streams apart."""
+
 
 def kernel_times(profiled: profile) -> list[tuple[str, float]]:
     """The name and milliseconds of each kernel and copy, in the order in which they came to the device."""
@@ -16,13 +19,22 @@ def kernel_times(profiled: profile) -> list[tuple[str, float]]:
 
 
 def exclusive_times(ran: Iterable[tuple[float, float, str]]) -> list[tuple[str, float]]:
-    """Names and milliseconds from start, end (microseconds) and name of each, ordered by start.
+    """Names and milliseconds from start, end (microseconds) and name of each, ordered by start. No time counts twice.
 
-    What comes while something before it still runs waits for that (`kernels.triton.launch`) or shares the device
-    with it. It counts from the end of that, so that no time counts twice.
+    A kernel that starts while one before it runs waits for that (`kernels.triton.launch`), and counts from its end. One
+    that copies beside the computation counts while nothing else runs.
     """
-    times, over = [], 0.0
-    for start, end, name in sorted(ran):
-        times.append((name, max(0.0, end - max(start, over)) / 1e3))
-        over = max(over, end)
-    return times
+    ordered = sorted(ran)
+    times = [0.0] * len(ordered)
+    computed: list[tuple[float, float]] = []
+    for beside in (False, True):
+        over = 0.0
+        for number, (start, end, name) in enumerate(ordered):
+            if (_BESIDE in name) is not beside:
+                continue
+            start, over = max(start, over), max(over, end)
+            hidden = sum(max(0.0, min(end, until) - max(start, since)) for since, until in computed) if beside else 0.0
+            times[number] = max(0.0, end - start - hidden) / 1e3
+            if not beside:
+                computed.append((start, end))
+    return [(name, ms) for (_, _, name), ms in zip(ordered, times, strict=True)]

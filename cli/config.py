@@ -58,4 +58,4 @@ class SizingConfig:
     reserved_gib: Annotated[float, Flag("Of it, for all but the pools.", min=0.0)] = 256.0
     new_positions: Annotated[int, Flag("Positions per request and layer that a step has to swap in.", min=0)] = 275
     link_gb_per_s: Annotated[float, Flag("PCIe of each GPU.", min=1.0)] = 55.0
-    times_limit: Annotated[float, Flag("How many times the hardware's limit a step takes.", min=1.0)] = 1.8
+    times_limit: Annotated[float, Flag("How many times the hardware's limit a step takes.", min=1.0)] = 1.7

@@ -120,6 +120,12 @@ def test_a_kernel_that_waits_for_the_one_before_counts_from_its_end() -> None:
     assert exclusive_times(ran) == [("first", 0.012), ("second", 0.002), ("hidden", 0.0), ("later", 0.001)]
 
 
+def test_copies_ahead_count_while_nothing_is_computed() -> None:
+    copies = [(0.0, 9.0, "copy_items"), (9.5, 11.0, "copy_items")]
+    times = exclusive_times([*copies, (1.0, 5.0, "product"), (6.0, 8.0, "norm"), (10.5, 12.5, "sum")])
+    assert times == [("copy_items", 0.003), ("product", 0.004), ("norm", 0.002), ("copy_items", 0.001), ("sum", 0.002)]
+
+
 def test_answers_that_end_begin_again() -> None:
     grammar = compiled(TextChoice(options=("yes", "no")))
     steps = GrammarSteps(3, PADDED, layers=1, hidden_size=16, device=torch.device("cpu"), threads=1)
