@@ -21,6 +21,7 @@ from benchmarks.logits import __main__ as logits
 from benchmarks.passkey import __main__ as passkey
 from benchmarks.prefix import __main__ as prefix
 from benchmarks.program import run
+from benchmarks.ranks import __main__ as ranks
 from benchmarks.serving import stub as stub_program
 from benchmarks.serving.stub import Reply, token_event, usage_event
 from benchmarks.swap_in import eviction, foresight, published, record, unions
@@ -98,6 +99,10 @@ def refused(main: Main, words: list[str], monkeypatch: pytest.MonkeyPatch, capsy
         (record.main, "--prompt binary", "--prompt binary: 'utf-8' codec"),
         (record.main, "--prompt empty", "--prompt empty: expected a text, found no token"),
         (record.main, "--out text/traces", "--out text/traces: Not a directory"),
+        *(
+            (ranks.main, f"--device cpu {flag}", flag.split()[0])
+            for flag in ("--layers -1", "--context 0", "--batch 0", "--prompt -1", "--chunk 0")
+        ),
         (curves.main, "nowhere", "nowhere"),
         (curves.main, "no-cases", "no-cases: no figures of benchmarks.decode.in_turns"),
         (curves.main, "nested", "nested: no figures of benchmarks.decode.in_turns"),
