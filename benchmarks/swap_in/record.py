@@ -79,7 +79,7 @@ def record(
     for key in np.random.default_rng(sampling.seed).integers(2**63, size=steps).tolist():
         coordinator.append_tokens([_REQUEST])
         next_tokens(runner, launch(runner, coordinator, [_REQUEST], sampling), key)
-    coordinator.request_finished(_REQUEST)
+    coordinator.release_host(coordinator.retract_request(_REQUEST))
     coordinator.close()
     return _by_layer(backend.selected, spec)
 
