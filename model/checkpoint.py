@@ -31,7 +31,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         missing = path.name if path.parent.is_dir() else "such directory"
         raise StartupError(f"--model-path {path.parent}: no {missing}; give a Hugging Face checkpoint") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StartupError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise StartupError(f"{path} should hold a JSON object, not a {type(content).__name__}")

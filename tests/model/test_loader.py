@@ -119,7 +119,7 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path, name: str, 
     assert message in refusal(tmp_path / name)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "\xff"])
+@pytest.mark.parametrize("content", ["{", "[]", "\xff", "[" * 100_000])
 def test_a_config_that_is_no_json_object_is_refused(damaged: Path, content: str) -> None:
     (damaged / "config.json").write_text(content, encoding="latin-1")
     assert "config.json" in refusal(damaged)
