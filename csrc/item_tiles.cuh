@@ -47,46 +47,6 @@ __device__ __forceinline__ void scaled(u32 numbers, u32 factors, u32& first, u32
         : "r"(numbers), "r"(factors));
 }
 
-// A barrier in shared memory (`mbarrier`) at which some of a block's threads arrive, and others wait. Needs Hopper.
-//
-// Opens for the next phase when as many threads have arrived as it was made for. Phase 0 is its first use, and the phase before
-// counts as over.
-class Gate {
-    u64* gate_;
-
-  public:
-    __device__ __forceinline__ explicit Gate(u64* gate) : gate_(gate) {}
-
-    // One thread calls this before any use, and a barrier of the block follows.
-    __device__ __forceinline__ void make(int threads) const {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(gate_)), "r"(threads) : "memory");
-    }
-
-    // What this thread did before is seen by those who wait.
-    __device__ __forceinline__ void arrive() const {
-        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(gate_)) : "memory");
-    }
-
-    // Arrive when the copies end that this thread has begun.
-    __device__ __forceinline__ void arrive_after_copies() const {
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(gate_)) : "memory");
-    }
-
-    __device__ __forceinline__ void wait(u32 phase) const {
-        for (u32 open = 0; !open;) {
-            asm volatile(
-                "{\n"
-                ".reg .pred open;\n"
-                "mbarrier.try_wait.parity.shared::cta.b64 open, [%1], %2;\n"
-                "selp.u32 %0, 1, 0, open;\n"
-                "}"
-                : "=r"(open)
-                : "r"(shared_address(gate_)), "r"(phase & 1)
-                : "memory");
-        }
-    }
-};
-
 // A tile in shared memory, and what is added to the scores of its items: 0, or NEVER where there is none.
 struct Tile {
     u8* panels;   // [PANELS, TILE_ITEMS, ROW_BYTES]

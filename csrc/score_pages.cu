@@ -131,16 +131,16 @@ class Pieces {
         }
         const u64 from = __shfl_sync(ALL_LANES, reinterpret_cast<u64>(from_), number % WARP);
         if (lane_id() != 0) return;
-        const Arrival arrival(arrived_ + number % STAGES);
+        const Gate gate(arrived_ + number % STAGES);
         if (from) {
-            arrival.copy(stages_ + number % STAGES * PIECE_WORDS, reinterpret_cast<const u8*>(from), 4 * PIECE_WORDS);
+            gate.arrive_with_copy(stages_ + number % STAGES * PIECE_WORDS, reinterpret_cast<const u8*>(from), 4 * PIECE_WORDS);
         } else {
-            arrival.skip();
+            gate.arrive();
         }
     }
 
     __device__ __forceinline__ void wait_for(int number) const {
-        Arrival(arrived_ + number % STAGES).wait(number / STAGES);
+        Gate(arrived_ + number % STAGES).wait(number / STAGES);
     }
 };
 
@@ -204,8 +204,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_pages(const __gri
     const Shared shared(memory, batch);
     if (lane_id() == 0) {
 #pragma unroll
-        for (int stage = 0; stage < STAGES; ++stage) Arrival(shared.arrived + warp_id() * STAGES + stage).open();
-        publish_arrivals();
+        for (int stage = 0; stage < STAGES; ++stage) Gate(shared.arrived + warp_id() * STAGES + stage).make(1);
+        publish_gates();
     }
     // While the kernel before still runs: neither lengths nor page table are its work.
     count_tiles(p, shared);

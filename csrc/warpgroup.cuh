@@ -86,46 +86,54 @@ __device__ __forceinline__ void wait_for_copy_groups() {
 // What this thread wrote to shared memory is seen by the tensor cores, once a barrier has told them.
 __device__ __forceinline__ void publish_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// A barrier in shared memory that counts one thread and the bytes that the copy engine brings. Phase 0 is its first use.
-class Arrival {
-    u64* at_;
+// A barrier in shared memory (`mbarrier`) at which some of a block's threads or copies arrive, and others wait.
+//
+// Opens for the next phase when as many threads have arrived as it was made for, and all bytes that they have the copy engine
+// bring. Phase 0 is its first use, and the phase before counts as over.
+class Gate {
+    u64* gate_;
 
   public:
-    __device__ __forceinline__ explicit Arrival(u64* at) : at_(at) {}
+    __device__ __forceinline__ explicit Gate(u64* gate) : gate_(gate) {}
 
-    // Call before any use, and `publish_arrivals` after it.
-    __device__ __forceinline__ void open() const {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(at_)) : "memory");
+    // One thread calls this before any use, and a barrier of the block or `publish_gates` follows.
+    __device__ __forceinline__ void make(int threads) const {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(gate_)), "r"(threads) : "memory");
     }
 
-    // Copy to shared memory; both addresses and the size are multiples of 16. One thread calls it. It ends a phase.
-    __device__ __forceinline__ void copy(void* to, const void* from, u32 bytes) const {
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(at_)), "r"(bytes) : "memory");
+    // What this thread did before is seen by those who wait.
+    __device__ __forceinline__ void arrive() const {
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(gate_)) : "memory");
+    }
+
+    // Arrive when the copies end that this thread has begun.
+    __device__ __forceinline__ void arrive_after_copies() const {
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(gate_)) : "memory");
+    }
+
+    // Arrive, and have the copy engine copy to shared memory; both addresses and the size are multiples of 16.
+    __device__ __forceinline__ void arrive_with_copy(void* to, const void* from, u32 bytes) const {
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(gate_)), "r"(bytes) : "memory");
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                          shared_address(to)),
-                     "l"(from), "r"(bytes), "r"(shared_address(at_))
+                     "l"(from), "r"(bytes), "r"(shared_address(gate_))
                      : "memory");
     }
 
-    // End a phase without a copy.
-    __device__ __forceinline__ void skip() const {
-        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(at_)) : "memory");
-    }
-
     __device__ __forceinline__ void wait(u32 phase) const {
-        for (u32 done = 0; !done;) {
+        for (u32 open = 0; !open;) {
             asm volatile(
                 "{\n"
-                ".reg .pred ended;\n"
-                "mbarrier.try_wait.parity.shared::cta.b64 ended, [%1], %2;\n"
-                "selp.u32 %0, 1, 0, ended;\n"
+                ".reg .pred open;\n"
+                "mbarrier.try_wait.parity.shared::cta.b64 open, [%1], %2;\n"
+                "selp.u32 %0, 1, 0, open;\n"
                 "}"
-                : "=r"(done)
-                : "r"(shared_address(at_)), "r"(phase & 1)
+                : "=r"(open)
+                : "r"(shared_address(gate_)), "r"(phase & 1)
                 : "memory");
         }
     }
 };
 
-// The copy engine sees the barriers that this thread has opened.
-__device__ __forceinline__ void publish_arrivals() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// The copy engine sees the gates that this thread has made.
+__device__ __forceinline__ void publish_gates() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }

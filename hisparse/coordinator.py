@@ -230,11 +230,11 @@ class HiSparseCoordinator:
 
         The caller resumes the request by `admit_request_direct` with the same `num_tokens`, or calls `release_host`.
         """
-        return self._leave(request_id).host_slots
-
-    def request_finished(self, request_id: str) -> None:
-        """Free all that a running request has, on the device and on the host."""
-        self.release_host(self._leave(request_id).host_slots)
+        request = self._request(request_id)
+        self.residents.leave(request.row)
+        del self._running[request_id]
+        self.device.free_row(request.row)
+        return request.host_slots
 
     def release_host(self, slots: HostSlots) -> None:
         """Free host slots as soon as the steps that were begun, which may still write to them, are over."""
@@ -365,11 +365,3 @@ class HiSparseCoordinator:
         if device.is_resident(row) and is_long and device.can_make_long(row):
             self.residents.make_long(request)
         return device.grow(row, num_tokens)
-
-    def _leave(self, request_id: str) -> RunningRequest:
-        """The one release path of a row."""
-        request = self._request(request_id)
-        self.residents.leave(request.row)
-        del self._running[request_id]
-        self.device.free_row(request.row)
-        return request

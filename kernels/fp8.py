@@ -33,12 +33,8 @@ def blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def block_scales(amax: torch.Tensor, power_of_two: bool) -> torch.Tensor:
-    """The scales of blocks whose largest magnitudes are `amax`, float32."""
-    return _scales(amax.clamp(min=LEAST_AMAX), power_of_two)
-
-
 def _scales(amax: torch.Tensor, power_of_two: bool) -> torch.Tensor:
+    """The scales of blocks whose largest magnitudes are `amax`, float32."""
     scales = amax * (1 / MAX)
     if not power_of_two:
         return scales
@@ -87,7 +83,7 @@ def quantise_activations(x: torch.Tensor, power_of_two: bool) -> tuple[torch.Ten
     """
     m, k = x.shape
     groups = F.pad(x.float(), (0, -k % BLOCK)).view(m, blocks(k), BLOCK)
-    scales = block_scales(groups.abs().amax(-1), power_of_two)
+    scales = _scales(groups.abs().amax(-1).clamp(min=LEAST_AMAX), power_of_two)
     # No quotient is rounded to more than MAX, so nothing has to be clamped, and NaN stays NaN.
     return (groups / scales.unsqueeze(-1)).view(m, -1)[:, :k].to(FP8), scales
 

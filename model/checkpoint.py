@@ -31,7 +31,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         missing = path.name if path.parent.is_dir() else "such directory"
         raise StartupError(f"--model-path {path.parent}: no {missing}; give a Hugging Face checkpoint") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StartupError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise StartupError(f"{path} should hold a JSON object, not a {type(content).__name__}")
@@ -39,7 +39,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The checkpoint's safetensors files, sorted by name; StartupError where there are none or one is missing."""
+    """The checkpoint's safetensors files, sorted by name; StartupError where there are none or one is not within it."""
     if (path / SINGLE_FILE).is_file():
         return [path / SINGLE_FILE]
     if not (path / INDEX_FILE).is_file():
@@ -48,7 +48,7 @@ def weight_files(path: Path) -> list[Path]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise StartupError(f"{path / INDEX_FILE} has no weight_map")
     names = sorted({str(name) for name in weight_map.values()})
-    missing = [name for name in names if not (path / name).is_file()]
+    missing = [name for name in names if {"..", "/"} & {*Path(name).parts} or not (path / name).is_file()]
     if missing:
         raise StartupError(
             f"{path} lacks {len(missing)} of the {len(names)} weight files that {INDEX_FILE} names: "

@@ -24,7 +24,12 @@ _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 """Those whose angles do not depend on the length of the sequence."""
 _AS_PUBLISHED = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
 """Keys that all published checkpoints agree in."""
-
+_SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "q_lora_rank", "kv_lora_rank"),
+    *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_n_heads", "index_head_dim", "index_topk"),
+    *("intermediate_size", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"),
+)
+"""Keys that are at least 1."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -173,7 +178,7 @@ def read_config(path: Path) -> NetworkConfig:
     """
     raw = read_json(path / "config.json")
     model_type = raw.get("model_type")
-    if model_type not in FAMILIES:
+    if model_type not in (*FAMILIES,):
         raise StartupError(
             f"{path} is not a sparse-attention (DSA) checkpoint: its model_type is {model_type!r}; "
             f"supported: {', '.join(FAMILIES)}"
@@ -184,7 +189,9 @@ def read_config(path: Path) -> NetworkConfig:
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # the library's validation raises classes of its own and of its dependencies
-        raise StartupError(f"{path}/config.json is not a valid {model_type} config: {_first_line(error)}") from error
+        raise StartupError(
+            f"{path}/config.json is not a valid {model_type} config: {' '.join(str(error).split())}"
+        ) from error
     try:
         return network_config(config, quantization)
     except ValueError as error:
@@ -194,9 +201,7 @@ def read_config(path: Path) -> NetworkConfig:
 def network_config(config: Any, quantization: BlockFp8 | None = None) -> NetworkConfig:
     """The sizes in a configuration of transformers. Raises ValueError for what is not served."""
     family = FAMILIES[config.model_type]
-    for key, expected in _AS_PUBLISHED.items():
-        if getattr(config, key) != expected:
-            raise ValueError(f"{key} {getattr(config, key)!r} is not served; served is {expected!r}")
+    _check(config)
     return NetworkConfig(
         model_type=config.model_type,
         vocab_size=config.vocab_size,
@@ -234,6 +239,33 @@ def network_config(config: Any, quantization: BlockFp8 | None = None) -> Network
     )
 
 
+def _check(config: Any) -> None:
+    """Raise ValueError for what is not served, and for sizes that no network can have."""
+    for key, expected in _AS_PUBLISHED.items():
+        if getattr(config, key) != expected:
+            raise ValueError(f"{key} {getattr(config, key)!r} is not served; served is {expected!r}")
+    for key in (*_SIZES, "n_shared_experts"):
+        if getattr(config, key) < (least := int(key in _SIZES)):
+            raise ValueError(f"{key} must be at least {least}, not {getattr(config, key)}")
+    drafts = getattr(config, "num_nextn_predict_layers", None)
+    if not isinstance(drafts, int | None):
+        raise ValueError(f"num_nextn_predict_layers must be a number of layers, not {drafts!r}")
+    if config.qk_rope_head_dim % 2 or config.qk_rope_head_dim > config.index_head_dim:
+        raise ValueError(
+            f"qk_rope_head_dim must be even and at most index_head_dim ({config.index_head_dim}), "
+            f"not {config.qk_rope_head_dim}"
+        )
+    experts, groups, chosen, top_k = (
+        getattr(config, key) for key in ("n_routed_experts", "n_group", "topk_group", "num_experts_per_tok")
+    )
+    of_group = experts // groups
+    if experts % groups or of_group < 2 <= groups or chosen > groups or top_k > chosen * of_group:
+        raise ValueError(
+            f"n_routed_experts {experts} must be equal groups of at least 2 (n_group {groups}), of which topk_group "
+            f"{chosen} have at least num_experts_per_tok {top_k} experts"
+        )
+
+
 def _attention_scaling(config: Any) -> float:
     """Of the scores: yarn with mscale_all_dim scales queries and keys, too (DeepSeek-V3's published code)."""
     scaling = float((config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5)
@@ -244,19 +276,18 @@ def _attention_scaling(config: Any) -> float:
 
 
 def _rope_angles(config: Any) -> RopeAngles:
-    rope_type = config.rope_parameters["rope_type"]
+    parameters = config.rope_parameters
+    rope_type, dim = parameters["rope_type"], config.qk_rope_head_dim
     if rope_type not in _ROPE_TYPES:
         raise ValueError(f"rope_type {rope_type} is not served; served are {', '.join(_ROPE_TYPES)}")
+    for key in ("rope_theta", "factor"):
+        if not isinstance(value := parameters.get(key, 1), int | float) or not 0 < value < math.inf:
+            raise ValueError(f"{key} of rope_parameters must be a number above 0, not {value!r}")
     if rope_type == "default":
-        exponents = torch.arange(0, config.qk_rope_head_dim, 2, dtype=torch.float) / config.qk_rope_head_dim
-        frequencies, scale = 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
-    else:
-        frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](config)
+        frequencies = 1.0 / (parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
+        return RopeAngles(tuple(frequencies.tolist()), 1.0)
+    frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](config)
     return RopeAngles(tuple(frequencies.tolist()), float(scale))
-
-
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _quantization(path: Path, config: dict[str, Any]) -> BlockFp8 | None:

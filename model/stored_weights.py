@@ -68,7 +68,8 @@ class StoredTensor:
 
 
 def find_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """All tensors of the files, by name. Raises StartupError for a damaged file and for types that are not served."""
+    """All tensors of the files, by name. Raises StartupError for a damaged file, for types that are not served, and for
+    a name that two files have."""
     found: dict[str, StoredTensor] = {}
     for file in files:
         with file.open("rb") as stream:
@@ -76,6 +77,8 @@ def find_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
         for name, entry in tensors.items():
             if entry["dtype"] not in _DTYPES:
                 raise StartupError(f"{file} has {name} in {entry['dtype']}; served are {', '.join(_DTYPES)}")
+            if name in found:
+                raise StartupError(f"{file} has {name}, as {found[name].file.name} does: give one of both")
             dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
             if end - begin != math.prod(shape) * dtype.itemsize:
                 raise StartupError(f"{file} has {end - begin} bytes of {name}, which is {list(shape)} of {dtype}")

@@ -16,7 +16,7 @@ NODES = ("prefill_node", "decode_node")
 # A limit is what was reached, rounded up. Lower it with every change that makes room. Only a feature raises it,
 # or the test of a bug that was found.
 LIMITS = {
-    "lines of the product": 44353,
+    "lines of the product": 44341,
     "files of the product": 294,
     "lines of tests": 50449,
 }

@@ -44,7 +44,8 @@ class DecodeBench:
     pools_gib: Annotated[
         float | None,
         Flag(
-            "What a node makes of so much HBM for KV: larger buffers, requests that are whole; a limit of --resident."
+            "What a node makes of so much HBM for KV: larger buffers, requests that are whole; a limit of --resident.",
+            min=0.001,
         ),
     ] = None
     max_running_requests: Annotated[

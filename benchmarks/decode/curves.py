@@ -32,13 +32,15 @@ def read_curves(paths: list[Path]) -> dict[int, dict[str, Curve]]:
         try:
             document = json.loads(path.read_text())
             flags = document["config"]
+            if not document["cases"]:
+                raise ValueError("no cases")
             for case in document["cases"]:
                 tokens = case["batch"] * (1 + int(flags["speculative_num_steps"]))
                 curve = curves[int(flags["context"])].setdefault(case["way"], {})
                 curve[case["batch"]] = tokens / statistics.median(case["step_ms"]) * 1e3
         except OSError as error:
             raise StartupError(f"{path}: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, ZeroDivisionError, RecursionError) as error:
             raise StartupError(f"{path}: no figures of benchmarks.decode.in_turns: {error!r}") from error
     return dict(sorted(curves.items()))
 

@@ -10,7 +10,7 @@ import torch
 from base.errors import StartupError
 from benchmarks.swap_in.eviction import load_trace
 from benchmarks.swap_in.published import StackSelections
-from benchmarks.swap_in.workload import Rotation, Shape
+from benchmarks.swap_in.workload import Rotation, Shape, turns
 
 _RECORDED = "recorded:"
 _SETTLING_STEPS = 40
@@ -44,6 +44,7 @@ class NewPositions(Selections):
     def __init__(self, shape: Shape, count: int) -> None:
         self.name, self.new_positions = str(count), count
         self._shape = shape
+        turns(shape, count)  # refuses what cannot be selected
 
     def begin(self, index_layers: int, batch: int, device: torch.device) -> None:
         assert self.new_positions is not None

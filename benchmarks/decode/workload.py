@@ -272,7 +272,7 @@ class Requests:
     def close(self) -> None:
         """Finish the requests and unpin the host pool. Raises what the device found wrong in the meantime."""
         for request_id in self.ids:
-            self.coordinator.request_finished(request_id)
+            self.coordinator.release_host(self.coordinator.retract_request(request_id))
         if not self.coordinator.is_idle():
             raise RuntimeError("finished requests left something behind")
         if violations := self.coordinator.counters().violations:

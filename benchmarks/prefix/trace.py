@@ -72,7 +72,7 @@ def load_trace(path: Path) -> list[TracedPrompt]:
                     int(entry.get("output_length", 1)),
                 )
                 prompt.check()
-            except (ValueError, KeyError, TypeError, OverflowError) as error:
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
                 raise StartupError(f"{path}, line {number}: no request of a trace: {error!r}") from error
             if len(prompt.hash_ids) != -(-prompt.input_length // TRACE_BLOCK_TOKENS):
                 raise StartupError(

@@ -34,11 +34,13 @@ _HOST_READS = ("swap-in alone", "together", "copy alone", "together")
 def main(
     ranks: Annotated[int, typer.Option(help="Processes, on GPUs with one each.", min=2)] = 2,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    layers: Annotated[int, typer.Option(help="Of DeepSeek-V3.2, the first three without experts; 0: no steps.")] = 5,
-    context: Annotated[int, typer.Option(help="Tokens of each request, all in HBM.")] = 4096,
-    batch: Annotated[list[int], typer.Option(help="Requests at each rank; may be repeated.")] = [1, 16, 64],  # noqa: B006
-    prompt: Annotated[int, typer.Option(help="Tokens of a prompt that the group prefills; 0: none.")] = 0,
-    chunk: Annotated[list[int], typer.Option(help="Tokens of its chunks; may be repeated.")] = [2048, 8192],  # noqa: B006
+    layers: Annotated[
+        int, typer.Option(help="Of DeepSeek-V3.2, the first three without experts; 0: no steps.", min=0)
+    ] = 5,
+    context: Annotated[int, typer.Option(help="Tokens of each request, all in HBM.", min=1)] = 4096,
+    batch: Annotated[list[int], typer.Option(help="Requests at each rank; may be repeated.", min=1)] = [1, 16, 64],  # noqa: B006
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt that the group prefills; 0: none.", min=0)] = 0,
+    chunk: Annotated[list[int], typer.Option(help="Tokens of its chunks; may be repeated.", min=1)] = [2048, 8192],  # noqa: B006
 ) -> None:
     """Time what ranks do together. Steps and collectives are replayed graphs on GPUs."""
     place = RankPlace.taken()

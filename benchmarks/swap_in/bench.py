@@ -12,7 +12,7 @@ from benchmarks.swap_in.config import SwapInBench
 from benchmarks.swap_in.launchers import Launcher, Ours, Peer, peer_version
 from benchmarks.swap_in.report import CaseResult, Report, Timing, print_report, write_json, write_png
 from benchmarks.swap_in.timing import copy_gb_per_s, graph_us, launch_floor_us, single_us
-from benchmarks.swap_in.workload import Rotation, Shape, Tiers
+from benchmarks.swap_in.workload import Rotation, Shape, Tiers, turns
 from hisparse.config import HiSparseConfig
 from hisparse.cuda_swap_in import CudaSwapIn
 
@@ -68,8 +68,8 @@ def _check(config: SwapInBench, shape: Shape) -> None:
     need_cuda("bench swap-in")
     if not config.batches or min(config.batches) < 1 or not config.misses or min(config.misses) < 0:
         raise StartupError("bench swap-in needs batches of 1 and more, and misses of 0 and more")
-    if max(config.misses) > config.top_k:
-        raise StartupError(f"{max(config.misses)} misses per request are more than top_k {config.top_k}")
+    for misses in config.misses:
+        turns(shape, misses)
     # Refuses sizes that swap-in cannot have, and that would have it cut queries.
     HiSparseConfig(config.device_buffer_size, shape.union)
     check_installed()

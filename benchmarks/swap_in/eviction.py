@@ -19,6 +19,7 @@ from rich.console import Console
 from base.errors import StartupError
 from benchmarks.program import run
 from benchmarks.tables import table
+from hisparse.config import MAX_DEVICE_BUFFER_SIZE
 from hisparse.residency import Residency
 
 Trace = npt.NDArray[np.int64]
@@ -63,13 +64,20 @@ def run_eviction_bench(config: EvictionBench, console: Console | None = None) ->
         name = f"{path.parent.name}/{path.stem}"
         traces[name], lengths[name] = load_trace(path)
     results = []
+    sizes = {name: [hot_slots(ratio, trace.shape[1]) for ratio in config.hot_ratios] for name, trace in traces.items()}
     for name, trace in traces.items():
-        for ratio in config.hot_ratios:
-            hot_size = int(ratio * trace.shape[1])
+        for hot_size in sizes[name]:
             rates = [play(trace, lengths[name], hot_size) for play in (play_clock, play_lru, play_optimum)]
             results.append(EvictionResult(name, hot_size, *(100 * rate for rate in rates)))
     print_results(results, console or Console())
     return results
+
+
+def hot_slots(ratio: float, top_k: int) -> int:
+    """Of a buffer. Raises StartupError if it does not hold a step's positions, or is larger than buffers can be."""
+    if not top_k <= ratio * top_k <= MAX_DEVICE_BUFFER_SIZE:
+        raise StartupError(f"{ratio:g} times {top_k} hot slots: expected {top_k} to {MAX_DEVICE_BUFFER_SIZE}")
+    return int(ratio * top_k)
 
 
 def print_results(results: list[EvictionResult], console: Console) -> None:
@@ -96,8 +104,11 @@ def load_trace(path: Path) -> tuple[Trace, int]:
     try:
         with np.load(path) as recorded:
             positions, first = recorded["positions"].astype(np.int64), int(recorded["first"])
-        if positions.ndim != 2 or not len(positions):
-            raise ValueError(f"positions have shape {positions.shape}")
+        newest = first + np.arange(len(positions))[:, None]
+        if positions.ndim != 2 or first < 0 or (positions > newest).any() or (positions < -1).any():
+            raise ValueError(f"positions {positions.shape} are not those up to {first}, and one more in each step")
+        if not ((positions >= 0) & (positions < newest)).any():
+            raise ValueError("nothing is selected but the newest position")
     except OSError as error:
         raise StartupError(f"{path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
@@ -274,7 +285,7 @@ SYNTHETIC: dict[str, Callable[[EvictionBench], Trace]] = {
 
 
 def main(
-    top_k: Annotated[int, typer.Option(min=1)] = EvictionBench.top_k,
+    top_k: Annotated[int, typer.Option(min=2)] = EvictionBench.top_k,
     context_length: Annotated[
         int, typer.Option(min=1, help="Tokens at the first step.")
     ] = EvictionBench.context_length,

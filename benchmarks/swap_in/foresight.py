@@ -16,8 +16,9 @@ import torch
 import typer
 from rich.console import Console
 
+from base.errors import StartupError
 from benchmarks.program import run
-from benchmarks.swap_in.eviction import Trace, load_trace
+from benchmarks.swap_in.eviction import Trace, hot_slots, load_trace
 from benchmarks.tables import table
 from hisparse.residency import Residency
 
@@ -70,9 +71,13 @@ def main(
 ) -> None:
     shown = table("misses of", "guess", "foreseen, %", "copies for each", words=("misses of", "guess"))
     recorded = {f"{path.parent.name}/{path.stem}": load_trace(path) for path in trace}
+    if len(found := {(*selected.shape[:1], first) for selected, first in recorded.values()}) > 1:
+        raise StartupError(f"expected layers of one run, found (steps, first position) {sorted(found)}")
+    if (steps := min(found)[0]) <= _SETTLING_STEPS:
+        raise StartupError(f"{steps} steps were recorded: expected more than {_SETTLING_STEPS}")
     for name, (selected, first) in recorded.items():
         others = {other: of_other for other, (of_other, _) in recorded.items() if other != name}
-        result = play(selected, first, int(hot_ratio * selected.shape[1]), others)
+        result = play(selected, first, hot_slots(hot_ratio, selected.shape[1]), others)
         for guess, guessed in result.guessed.items():
             right = result.right[guess]
             copies = f"{guessed / right:.0f}" if right else "none is right"

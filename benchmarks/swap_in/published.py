@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from base.errors import StartupError
+from benchmarks.documents import check_writable
 from benchmarks.program import run
 from benchmarks.swap_in.eviction import Policy, Trace, play_clock, play_fifo, play_lru, play_optimum
 from benchmarks.tables import table
@@ -112,6 +113,8 @@ def main(
     ] = None,
 ) -> None:
     """Make selections, play them against each policy, and print what it misses beside what is published."""
+    if out is not None:
+        check_writable(out)
     trace, first = make_trace(top_k, context_length, _SETTLING_STEPS + steps, seed)
     since = first + _SETTLING_STEPS
     shown = table("policy", "hot slots", "misses % of k", "published", words=("policy",))

@@ -79,7 +79,7 @@ def record(
     for key in np.random.default_rng(sampling.seed).integers(2**63, size=steps).tolist():
         coordinator.append_tokens([_REQUEST])
         next_tokens(runner, launch(runner, coordinator, [_REQUEST], sampling), key)
-    coordinator.request_finished(_REQUEST)
+    coordinator.release_host(coordinator.retract_request(_REQUEST))
     coordinator.close()
     return _by_layer(backend.selected, spec)
 
@@ -147,9 +147,18 @@ def main(
     else:
         from gateway.tokenizer import CheckpointTokenizer
 
-        ids = CheckpointTokenizer(str(checkpoint)).encode(prompt.read_text(), special_tokens=True)[:prompt_tokens]
+        try:
+            text = prompt.read_text()
+        except UnicodeDecodeError as error:
+            raise StartupError(f"--prompt {prompt}: {error}") from error
+        ids = CheckpointTokenizer(str(checkpoint)).encode(text, special_tokens=True)[:prompt_tokens]
+        if not ids:
+            raise StartupError(f"--prompt {prompt}: expected a text, found no token")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartupError(f"--out {out}: {error.strerror}") from error
     traces = record(checkpoint, ids, steps, where, Sampling(temperature=temperature))
-    out.mkdir(parents=True, exist_ok=True)
     for layer, positions in traces.items():
         np.savez_compressed(
             out / f"layer-{layer}.npz", positions=positions.numpy().astype(np.int32), first=len(ids) - 1

@@ -14,8 +14,9 @@ import torch
 import typer
 from rich.console import Console
 
+from base.errors import StartupError
 from benchmarks.program import run
-from benchmarks.swap_in.eviction import Trace, load_trace
+from benchmarks.swap_in.eviction import Trace, hot_slots, load_trace
 from benchmarks.tables import table
 from hisparse.residency import Residency
 from hisparse.sizing import step_window
@@ -83,7 +84,9 @@ def main(
     results = []
     for path in trace:
         recorded, first = load_trace(path)
-        name, size = f"{path.parent.name}/{path.stem}", int(hot_ratio * recorded.shape[1])
+        if len(recorded) < MOST_QUERIES:
+            raise StartupError(f"{path}: {len(recorded)} steps were recorded: expected at least {MOST_QUERIES}")
+        name, size = f"{path.parent.name}/{path.stem}", hot_slots(hot_ratio, recorded.shape[1])
         results += [play(name, recorded, first, size, queries, acceptance) for queries in range(1, MOST_QUERIES + 1)]
     print_results(results, acceptance, Console())
 

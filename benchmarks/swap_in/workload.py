@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from base.errors import StartupError
 from base.memory import cpus_near
 from hisparse.device_pool import DeviceKVPool
 from hisparse.residency import Residency
@@ -74,6 +75,17 @@ class Tiers:
         self.host.close()
 
 
+def turns(shape: Shape, misses: int) -> int:
+    """Selections of a `Rotation`. Raises StartupError for misses that it cannot have."""
+    length = 2 + -(-2 * (shape.hot_size - shape.union + misses) // misses) if misses else 8
+    if misses > shape.union or shape.union + (length - 1) * misses > shape.context - shape.window:
+        raise StartupError(
+            f"{misses} misses of {shape.union} selected positions, with {shape.hot_size} hot slots: expected fewer, or "
+            f"a context longer than {shape.context}"
+        )
+    return length
+
+
 class Rotation:
     """Selections of a batch, to be launched in turn, each of which misses exactly `misses` positions per request.
 
@@ -88,11 +100,8 @@ class Rotation:
     def __init__(self, shape: Shape, batch: int, misses: int, seed: int = 0) -> None:
         self.batch, self.misses = batch, misses
         self.num_bytes = batch * misses * shape.item_bytes  # that one launch fetches
-        room = shape.hot_size - shape.union + misses
-        self.length = 2 + -(-2 * room // misses) if misses else 8
+        self.length = turns(shape, misses)
         fixed, older = shape.union - misses, shape.context - shape.window
-        if fixed + self.length * misses > older:
-            raise ValueError(f"{misses} misses per launch need a context longer than {shape.context}")
         on = torch.device("cuda", torch.cuda.current_device())
         generator = torch.Generator(on).manual_seed(seed)
         self.rows = torch.arange(batch, device=on)

@@ -88,7 +88,7 @@ class DecodeSide:
         if not self._coordinator.admit_request_direct(request.request_id, request.host_slots, request.kv_tokens):
             raise MethodFailed("the device pool has no room for the prompt")
         admission_seconds = time.monotonic() - ready_at
-        self._coordinator.request_finished(request.request_id)
+        self._coordinator.release_host(self._coordinator.retract_request(request.request_id))
         return Admission(ready_at, admission_seconds, done.transfer_seconds, done.transferred_bytes, checksums)
 
     def close(self) -> None:

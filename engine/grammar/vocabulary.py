@@ -54,18 +54,16 @@ class Vocabulary:
     def load(cls, directory: Path, vocab_size: int, stop_token_ids: Sequence[int]) -> "Vocabulary":
         """Read a checkpoint's tokenizer.json, and the added tokens that only tokenizer_config.json has. Takes seconds
         and some 150 MB for 129,280 tokens. Raises UnsupportedTokenizer."""
-        path = directory / "tokenizer.json"
         try:
-            content: dict[str, Any] = json.loads(path.read_bytes())
+            content: dict[str, Any] = json.loads((directory / "tokenizer.json").read_bytes())
             config = directory / "tokenizer_config.json"
             named = json.loads(config.read_bytes()).get("added_tokens_decoder", {}) if config.is_file() else {}
-        except (FileNotFoundError, PermissionError, ValueError) as error:
+            added = {token["id"]: token for token in content.get("added_tokens", [])}
+            for token_id, token in named.items():
+                added.setdefault(int(token_id), {**_PLAIN, **token, "id": int(token_id)})
+            return cls({**content, "added_tokens": list(added.values())}, vocab_size, stop_token_ids)
+        except (FileNotFoundError, PermissionError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise UnsupportedTokenizer(f"cannot read the tokenizer of {directory}: {error}") from error
-        has = {token["id"] for token in content.get("added_tokens", [])}
-        content["added_tokens"] = content.get("added_tokens", []) + [
-            {**_PLAIN, **token, "id": int(token_id)} for token_id, token in named.items() if int(token_id) not in has
-        ]
-        return cls(content, vocab_size, stop_token_ids)
 
 
 _PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}

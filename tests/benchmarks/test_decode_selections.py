@@ -11,7 +11,7 @@ from base.errors import StartupError
 from benchmarks.decode.batch import DecodingBatch
 from benchmarks.decode.config import DecodeBench
 from benchmarks.decode.in_turns import HISPARSE, WAYS, measure
-from benchmarks.decode.selections import PublishedSelections, read_selections
+from benchmarks.decode.selections import NewPositions, PublishedSelections, read_selections
 from benchmarks.decode.timing import describe_filling
 from benchmarks.decode.workload import GIB, model_of
 from benchmarks.stepping import GREEDY, launch, next_tokens
@@ -41,6 +41,13 @@ def decode(model: RankModel, resident: bool, steps: int) -> tuple[list[list[int]
         tokens.append(next_tokens(runner, launch(runner, requests.coordinator, requests.ids)))
     decoding.close()
     return tokens, requests.coordinator.counters()
+
+
+@pytest.mark.parametrize(("count", "context"), [(17, 1000), (16, 96), (1, 80), (0, 16)])
+def test_new_positions_that_no_step_can_have_are_refused_before_any_step(count: int, context: int) -> None:
+    NewPositions(Shape(16, 48, 64, context=1000), min(count, 16))
+    with pytest.raises(StartupError, match=f"^{count} misses of 16 selected positions.* longer than {context}$"):
+        NewPositions(Shape(16, 48, 64, context=context), count)
 
 
 def test_requests_with_all_kv_in_hbm_decode_the_same_and_miss_nothing() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from benchmarks import gateway, loading
@@ -20,9 +21,10 @@ from benchmarks.logits import __main__ as logits
 from benchmarks.passkey import __main__ as passkey
 from benchmarks.prefix import __main__ as prefix
 from benchmarks.program import run
+from benchmarks.ranks import __main__ as ranks
 from benchmarks.serving import stub as stub_program
 from benchmarks.serving.stub import Reply, token_event, usage_event
-from benchmarks.swap_in import eviction, foresight, record, unions
+from benchmarks.swap_in import eviction, foresight, published, record, unions
 from tests.benchmarks.conftest import Json, bench, in_full, refusal, started
 from tests.benchmarks.test_programs import narrow_config
 from tests.e2e.cluster import all_gone, children_of, wait_until
@@ -40,6 +42,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "trace").write_text('{"input_length": 700, "hash_ids": [1, 2]}\n')
     (tmp_path / "prompts").write_text('{"prompt": [2147483648]}\n')
+    (tmp_path / "binary").write_bytes(b"\x80")
+    (tmp_path / "empty").touch()
+    (tmp_path / "nested").write_text("[" * 100_000)
+    (tmp_path / "no-cases").write_text('{"config": {"context": 8, "speculative_num_steps": 0}, "cases": []}')
+    for name, positions, first in (
+        ("few.npz", [[3, 1, 0]], 9),
+        ("beyond.npz", [[3, 1, 99]] * 4, 9),
+        ("nothing.npz", [[-1, -1, 9]], 9),
+        ("long.npz", [[3, 1, 0]] * 201, 9),
+        ("longer.npz", [[3, 1, 0]] * 202, 9),
+    ):
+        np.savez(tmp_path / name, positions=positions, first=first)
     return tmp_path
 
 
@@ -66,7 +80,33 @@ def refused(main: Main, words: list[str], monkeypatch: pytest.MonkeyPatch, capsy
         (eviction.main, "--top-k 9 --context-length 8", "--context-length 8: expected at least 9"),
         *((main, "--trace nowhere", "nowhere") for main in (eviction.main, unions.main, foresight.main)),
         *((main, "--trace text", "text: no recorded trace") for main in (eviction.main, unions.main)),
+        *(
+            (main, f"--trace {trace}.npz", f"{trace}.npz: no recorded trace")
+            for main in (eviction.main, unions.main, foresight.main)
+            for trace in ("beyond", "nothing")
+        ),
+        (eviction.main, "--top-k 9000 --context-length 40000 --steps 1", "4 times 9000 hot slots: expected 9000 to"),
+        (eviction.main, "--top-k 1", "--top-k"),
+        (unions.main, "--trace few.npz", "few.npz: 1 steps were recorded: expected at least 4"),
+        (foresight.main, "--trace few.npz", "1 steps were recorded: expected more than 200"),
+        (foresight.main, "--trace long.npz --trace longer.npz", "expected layers of one run"),
+        *(
+            (main, f"--trace long.npz --hot-ratio {ratio}", f"{ratio} times 3 hot slots: expected 3 to 32767")
+            for main in (unions.main, foresight.main)
+            for ratio in ("0.5", "nan", "inf")
+        ),
+        (published.main, "--out nowhere/out.npz", "nowhere/out.npz cannot be written"),
+        (record.main, "--prompt binary", "--prompt binary: 'utf-8' codec"),
+        (record.main, "--prompt empty", "--prompt empty: expected a text, found no token"),
+        (record.main, "--out text/traces", "--out text/traces: Not a directory"),
+        *(
+            (ranks.main, f"--device cpu {flag}", flag.split()[0])
+            for flag in ("--layers -1", "--context 0", "--batch 0", "--prompt -1", "--chunk 0")
+        ),
         (curves.main, "nowhere", "nowhere"),
+        (curves.main, "no-cases", "no-cases: no figures of benchmarks.decode.in_turns"),
+        (curves.main, "nested", "nested: no figures of benchmarks.decode.in_turns"),
+        (prefix.main, "--trace nested", "nested, line 1: no request of a trace"),
         (curves.main, "text", "text: no figures of benchmarks.decode.in_turns"),
         (curves.main, "config.json", "config.json: no figures of benchmarks.decode.in_turns"),
         (gateway.main, "--core 4096", "--core 4096: expected one of"),

@@ -176,7 +176,7 @@ def test_a_row_is_reused_behind_a_step_with_its_last_request(checkpoint: Path) -
         torch.cuda.synchronize()
         torch.cuda._sleep(400_000_000)
         step = ours.launch([0, 1])
-        ours.coordinator.request_finished("r0")
+        ours.coordinator.release_host(ours.coordinator.retract_request("r0"))
         ours._prefill("r0", prompts[0][:-1].to(CUDA))
         ours.coordinator.step_over(step.batch.places)
         assert int(ours.decode([0], [int(prompts[0][-1])])[0].argmax()) == expected[0]

@@ -116,7 +116,7 @@ def test_an_illegal_address_from_a_stream_that_did_not_wait_for_another() -> Non
         assert t.coordinator.staging.poll().landed == ["s"]
         check_staged(t, slots, 5)
         assert t.coordinator.admit_request_direct("s", slots, 9)
-        t.coordinator.request_finished("s")
+        t.coordinator.release_host(t.coordinator.retract_request("s"))
 
 
 def test_a_second_prompt_is_staged_without_waiting_for_the_first() -> None:

@@ -107,7 +107,7 @@ def session(
     try:
         yield opened
         for request_id in opened.request_ids:
-            opened.coordinator.request_finished(request_id)
+            opened.coordinator.release_host(opened.coordinator.retract_request(request_id))
         assert opened.coordinator.is_idle()
         assert opened.coordinator.counters().violations == 0
     finally:

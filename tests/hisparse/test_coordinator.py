@@ -72,13 +72,13 @@ def test_full_pools_say_which_tier_is_short_and_take_nothing() -> None:
         assert t.device._slabs.free == 10 - 4 - 3
         with pytest.raises(StepError, match="request b has no room for token 4"):
             t.coordinator.begin_step(["a", "b"])
-        t.coordinator.request_finished("a")
+        t.coordinator.release_host(t.coordinator.retract_request("a"))
         assert t.admit("c", seed=3, num_tokens=4)
         assert t.admit("d", seed=4, num_tokens=1)
-        t.coordinator.request_finished("c")
+        t.coordinator.release_host(t.coordinator.retract_request("c"))
         assert t.coordinator.append_tokens(["b"]) == {}
         for request_id in ("b", "d"):
-            t.coordinator.request_finished(request_id)
+            t.coordinator.release_host(t.coordinator.retract_request(request_id))
         assert t.coordinator.is_idle()
 
 
@@ -93,9 +93,9 @@ def test_two_requests_may_share_host_slots() -> None:
         rng = random.Random(3)
         for _ in range(5):
             t.step(["a", "b"], rng)
-        t.coordinator.request_finished("a")
+        t.coordinator.release_host(t.coordinator.retract_request("a"))
         t.step(["b"], rng)
-        t.coordinator.request_finished("b")
+        t.coordinator.release_host(t.coordinator.retract_request("b"))
         assert t.coordinator.is_idle()
 
 
@@ -111,9 +111,9 @@ def test_a_step_that_broke_harms_nobody_once_its_requests_ended(break_at_layer: 
             t.step(["a", "b", "other"], rng)
             assert not t.step(["a", "b"], rng, break_at_layer)
             for request_id in ("a", "b"):
-                t.coordinator.request_finished(request_id)
+                t.coordinator.release_host(t.coordinator.retract_request(request_id))
             t.step(["other"], rng)
-        t.coordinator.request_finished("other")
+        t.coordinator.release_host(t.coordinator.retract_request("other"))
         assert t.coordinator.is_idle()
 
 
@@ -142,7 +142,7 @@ def test_host_slots_are_free_only_after_steps_that_write_to_them(leave: str) -> 
         second = t.coordinator.begin_step(["r", "other"])
         used = t.host.used
         if leave == "finished":
-            t.coordinator.request_finished("r")
+            t.coordinator.release_host(t.coordinator.retract_request("r"))
         else:
             t.coordinator.release_host(t.coordinator.retract_request("r"))
         assert (t.device.used_rows, t.host.used) == (1, used), "its row is another's, in the order of the device's work"
@@ -163,7 +163,7 @@ def test_a_request_may_begin_with_no_tokens() -> None:
         rng = random.Random(0)
         for _ in range(2 * HOT):
             t.step(["r"], rng)
-        t.coordinator.request_finished("r")
+        t.coordinator.release_host(t.coordinator.retract_request("r"))
         assert t.coordinator.is_idle()
 
 
@@ -224,7 +224,7 @@ def violate_and_count(on: str = "cpu") -> None:
         step = t.begin(["r"])
         assert swap_in(-1, 20, 2**40, -2)[2:] == [-1, -1]
         assert t.coordinator.counters().violations == 5
-        t.coordinator.request_finished("r")
+        t.coordinator.release_host(t.coordinator.retract_request("r"))
         assert t.coordinator.is_idle(), "what was counted once does not keep the pools from being in order"
 
 
@@ -238,7 +238,7 @@ def test_misuse_is_refused_by_name() -> None:
         with pytest.raises(ValueError, match="has 5 tokens, 4 host slots"):
             t.coordinator.admit_request_direct("s", slots, 5)
         with pytest.raises(LifecycleError, match="request s is unknown, not running"):
-            t.coordinator.request_finished("s")
+            t.coordinator.release_host(t.coordinator.retract_request("s"))
         with pytest.raises(ValueError, match="distinct requests"):
             t.coordinator.begin_step(["r", "r"])
 
@@ -275,7 +275,7 @@ class Walk:
 
     def finish(self, request_id: str) -> None:
         self.running.remove(request_id)
-        self.t.coordinator.request_finished(request_id)
+        self.t.coordinator.release_host(self.t.coordinator.retract_request(request_id))
 
     def retract(self, request_id: str) -> None:
         self.running.remove(request_id)

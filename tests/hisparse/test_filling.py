@@ -98,7 +98,7 @@ def test_a_long_row_becomes_resident_while_it_decodes() -> None:
         while t.tokens["long"] < CONTEXT:
             t.step(["long"], rng)
         assert misses(t) == before
-        t.coordinator.request_finished("long")
+        t.coordinator.release_host(t.coordinator.retract_request("long"))
         assert t.coordinator.is_idle()
 
 
@@ -125,7 +125,7 @@ def test_the_longest_resident_row_gives_way_to_an_admission() -> None:
         for _ in range(10):
             t.step(["a", "b", "new0"], rng)
         for name in ("a", "b", *(f"new{number}" for number in range(4))):
-            t.coordinator.request_finished(name)
+            t.coordinator.release_host(t.coordinator.retract_request(name))
         assert t.coordinator.is_idle()
 
 
@@ -204,7 +204,7 @@ def test_slots_of_a_fill_are_free_only_after_its_copy(why: str, end: FillEnd) ->
         taken = free - t.device.free_slots
         assert taken >= 20
         if why == "finished":
-            t.coordinator.request_finished("r")
+            t.coordinator.release_host(t.coordinator.retract_request("r"))
         elif why == "retracted":
             t.host.release(t.coordinator.retract_request("r"))
         else:
@@ -236,7 +236,7 @@ def test_a_copy_that_fails_costs_the_row_nothing() -> None:
         assert t.coordinator.residents.filler.is_idle
         assert t.coordinator.residents.filler.ends == {FillEnd.FAILED: 1}
         t.step(["r"], random.Random(0))
-        t.coordinator.request_finished("r")
+        t.coordinator.release_host(t.coordinator.retract_request("r"))
         assert t.coordinator.is_idle()
 
 

@@ -181,7 +181,7 @@ class StepsInFlight(RuleBasedStateMachine):
         """Ends a request that runs or was retracted."""
         if self.running.pop(name, None) is not None:
             slots = self.coordinator.host_slots(name)
-            self.coordinator.request_finished(name)
+            self.coordinator.release_host(self.coordinator.retract_request(name))
         else:
             _, slots = self.retracted.pop(name)
             self.coordinator.release_host(slots)

@@ -119,7 +119,7 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path, name: str, 
     assert message in refusal(tmp_path / name)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "\xff"])
+@pytest.mark.parametrize("content", ["{", "[]", "\xff", "[" * 100_000])
 def test_a_config_that_is_no_json_object_is_refused(damaged: Path, content: str) -> None:
     (damaged / "config.json").write_text(content, encoding="latin-1")
     assert "config.json" in refusal(damaged)
@@ -138,7 +138,26 @@ BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic
             for name in ("llama", None, 3)
         ),
         ({"q_lora_rank": None}, "q_lora_rank null"),
-        ({"hidden_size": "wide"}, "not a valid glm_moe_dsa config"),
+        ({"model_type": ["glm_moe_dsa"]}, "its model_type is ['glm_moe_dsa']"),
+        ({"hidden_size": "wide"}, "'hidden_size' expected int, got str (value: 'wide')"),
+        (
+            {"num_hidden_layers": 0, "layer_types": [], "mlp_layer_types": [], "indexer_types": []},
+            "num_hidden_layers must be at least 1, not 0",
+        ),
+        *(
+            ({name: value}, f"{name} must be at least 1, not {value}")
+            for name, value in (("hidden_size", 0), ("kv_lora_rank", -1), ("n_group", 0), ("index_topk", 0))
+        ),
+        ({"n_shared_experts": -1}, "n_shared_experts must be at least 0, not -1"),
+        ({"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers must be a number of layers, not '1'"),
+        ({"index_head_dim": 8}, "qk_rope_head_dim must be even and at most index_head_dim (8), not 16"),
+        ({"qk_rope_head_dim": 3}, "must be even and at most index_head_dim (32), not 3"),
+        *(
+            (changes, "n_routed_experts 8 must be equal groups of at least 2")
+            for changes in ({"n_group": 3}, {"n_group": 8}, {"topk_group": 2}, {"num_experts_per_tok": 9})
+        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "1"}}, "rope_theta of rope_parameters must be a"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 0}}, "a number above 0, not 0"),
         ({"attention_bias": True}, "attention_bias True is not served"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not served"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type dynamic"),
@@ -181,12 +200,27 @@ def without_weight_map(path: Path) -> None:
     (path / "model.safetensors.index.json").write_text("{}")
 
 
+def with_a_file_elsewhere(path: Path) -> None:
+    elsewhere = path.parent / "elsewhere.safetensors"
+    shutil.copy(path / "model.safetensors", elsewhere)
+    (path / "model.safetensors").unlink()
+    weight_map = dict.fromkeys(load_file(elsewhere), "../elsewhere.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def with_a_weight_twice(path: Path) -> None:
+    _, file = shard(path)
+    save_file({**load_file(path / file), "model.norm.weight": torch.ones(64)}, path / file)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda path: (path / "model.safetensors").unlink(), "expected model.safetensors or model.safetensors.index"),
         (lambda path: (path / shard(path)[1]).unlink(), "lacks 1 of the 2 weight files that model.safetensors.index"),
         (without_weight_map, "has no weight_map"),
+        (with_a_file_elsewhere, "lacks 1 of the 1 weight files that model.safetensors.index.json names: ../elsewhere"),
+        (with_a_weight_twice, "has model.norm.weight, as model-00001-of-00002.safetensors does"),
         (lambda path: rewrite(path, lambda content: content[:-10]), "bytes long by its header, but it is"),
         (lambda path: rewrite(path, lambda content: content[:100]), "header is cut off"),
         (lambda path: rewrite(path, lambda content: b""), "header is cut off"),

@@ -75,3 +75,21 @@ def test_a_tokenizer_that_cannot_be_used(content: dict[str, Any], stops: list[in
 def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedTokenizer, match="cannot read the tokenizer"):
         Vocabulary.load(tmp_path, PADDED, [1])
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ([], {}),
+        ({"added_tokens": [{"content": "<x>"}]}, {}),
+        ({"added_tokens": 7}, {}),
+        ({}, []),
+        ({}, {"<x>": {"content": "<x>"}}),
+        ({}, {"300": "<x>"}),
+    ],
+)
+def test_files_of_other_shapes_are_no_tokenizer(tmp_path: Path, content: object, named: object) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": named}))
+    with pytest.raises(UnsupportedTokenizer, match="cannot"):
+        Vocabulary.load(tmp_path, PADDED, [1])
