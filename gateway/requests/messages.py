@@ -210,8 +210,8 @@ class MessagesRequest(CountTokensRequest):
     service_tier: str | None = None
 
     def chat_fields(self) -> dict[str, Any]:
-        stops = {} if self.stop_sequences is None else {"stop": self.stop_sequences}
-        return {**super().chat_fields(), "max_completion_tokens": self.max_tokens, **stops}
+        stops = [*self.stop, *(self.stop_sequences or ())]
+        return {**super().chat_fields(), "max_completion_tokens": self.max_tokens, "stop": stops}
 
 
 def _chat_tool(tool: Tool) -> dict[str, Any]:
@@ -235,13 +235,11 @@ def _answer(blocks: Sequence[Block]) -> dict[str, Any]:
 
 
 def _said(role: str, blocks: Sequence[Block]) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
-    for block in blocks:
-        match block:
-            case ToolResultBlock():
-                messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content)})
-            case TextBlock():
-                if not messages or messages[-1]["role"] != role:
-                    messages.append({"role": role, "content": []})
-                messages[-1]["content"].append({"type": "text", "text": block.text})
-    return messages or [{"role": role, "content": ""}]
+    """The results, which the calls are before, and then the text."""
+    messages: list[dict[str, Any]] = [
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content)}
+        for block in blocks
+        if isinstance(block, ToolResultBlock)
+    ]
+    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+    return [*messages, {"role": role, "content": "\n".join(texts)}] if texts or not messages else messages
