@@ -11,8 +11,8 @@ it). What this encoder renders, that one renders in the same way. It departs onl
   empty line stands before it;
 - a conversation of nothing but system messages: the model goes on after them;
 - tools: in the first message if that can hold them (as in the published examples), else in an empty system message;
-- results of calls: after the message that has the calls and in the order of the calls, by their ids, wherever they stand
-  in the conversation. Where results are missing, the block of results ends all the same;
+- results of calls: after the message with the calls and in the order of the calls, by their ids, wherever they stand in
+  the conversation. Where results are missing, the block of results ends all the same;
 - an assistant's message after the last user message, with thinking, needs no reasoning.
 
 Reasoning is shown to the model only after the last message of the user, that is within a loop of tool calls.

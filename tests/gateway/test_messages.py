@@ -142,7 +142,7 @@ def test_thinking_may_be_left_out_of_the_answer(glm: World) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("stops", [{"stop_sequences": ["zero", " three"]}, {"stop": " three", "stop_sequences": ["zero"]}])
+@pytest.mark.parametrize("stops", [{"stop_sequences": ["zero", " three"]}, {"stop": " three", "stop_sequences": ["0"]}])
 def test_a_stop_sequence_is_named(deepseek: World, stream: bool, stops: dict[str, Any]) -> None:
     deepseek.says("one two three")
     answer = ask(deepseek, stream=stream, extra_body=stops)
