@@ -21,7 +21,7 @@ from control.messages import (
 from control.prompt_logprobs import Alternatives, too_many
 from gateway.errors import context_length_exceeded, shown, wrong
 from gateway.registry import Capacity
-from gateway.requests.body import OF_STREAMS, FieldPolicy, Piece, RequestBody
+from gateway.requests.body import FieldPolicy, Piece, RequestBody
 from gateway.requests.structure import StructureFields
 from gateway.tokenizer import CheckpointTokenizer
 
@@ -54,9 +54,6 @@ class StreamOptions(Piece):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-
-    def check_fields(self, policy: FieldPolicy) -> None:
-        policy.check(self.model_extra or {}, OF_STREAMS, "stream_options.")
 
 
 class CommonFields(Piece):
@@ -125,11 +122,6 @@ class GenerationRequest(RequestBody, CommonFields, StructureFields, ABC):
     def computed_choices(self) -> int:
         """How many answers of each prompt are generated, of which the best `choices` are given."""
         return self.choices
-
-    def check_fields(self, policy: FieldPolicy) -> None:
-        super().check_fields(policy)
-        if self.stream_options is not None:
-            self.stream_options.check_fields(policy)
 
     def requested_tokens(self) -> int | None:
         return self.max_tokens

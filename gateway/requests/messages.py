@@ -133,12 +133,6 @@ class OutputConfig(Piece):
     format: OutputSchema | None = None
 
 
-class Metadata(Piece):
-    """Whom a request is for."""
-
-    user_id: str | None = None
-
-
 class MessagesChat(ChatCompletionRequest):
     """The chat of a conversation in Anthropic's form, whose answers leave out reasoning that is not wanted."""
 
@@ -206,8 +200,6 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: StopStrings | None = None
-    metadata: Metadata | None = None
-    service_tier: str | None = None
 
     def chat_fields(self) -> dict[str, Any]:
         stops = [*self.stop, *(self.stop_sequences or ())]

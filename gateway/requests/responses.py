@@ -115,7 +115,6 @@ class ResponsesRequest(ConvertedRequest):
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
     stream_options: StreamOptions | None = None
-    service_tier: str | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -137,11 +136,6 @@ class ResponsesRequest(ConvertedRequest):
                     "call_id", "input: No tool call found for function call output {found}", found
                 )
         return self
-
-    def check_fields(self, policy: FieldPolicy) -> None:
-        super().check_fields(policy)
-        if self.stream_options is not None:
-            self.stream_options.check_fields(policy)
 
     @property
     def with_logprobs(self) -> bool:

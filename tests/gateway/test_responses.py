@@ -210,6 +210,12 @@ def test_log_probabilities_come_with_the_text(deepseek: World) -> None:
     assert [entry.token for event in deltas for entry in event.logprobs] == ["a", "b", "c"]
 
 
+def test_no_log_probability_of_reasoning_stands_at_the_text(glm: World) -> None:
+    glm.says("a</think>bcd")
+    _, message = ask(glm, top_logprobs=1).output
+    assert [entry.token for entry in message.content[0].logprobs] == ["b", "c", "d"]
+
+
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported here"),
     ({"background": True}, "background", "not supported here"),
