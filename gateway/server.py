@@ -12,12 +12,13 @@ from starlette.routing import WebSocketRoute
 from starlette.types import Scope
 
 from gateway.admission import RequestBytes
-from gateway.answers.streamed import StreamedAnswer
+from gateway.answers.streamed import StreamedAnswer, encode_json
 from gateway.attempt import DeltaSink
 from gateway.completer import Completer
 from gateway.endpoints import ENDPOINTS, Computes, Generates, Reads
 from gateway.errors import ApiError
 from gateway.openapi import document
+from gateway.requests.body import RequestBody
 from gateway.streaming import CLIENT_LEFT, EventStream, WholeAnswer, unless_client_leaves
 from gateway.websocket import OpenSockets, Turn
 
@@ -59,9 +60,14 @@ class ApiServer:
         return JSONResponse(endpoint.render(self._completer, **http.path_params))
 
     async def _compute(self, endpoint: Computes, http: Request) -> Response:
-        completer, render = self._completer, endpoint.render
-        body = await http.body()
-        return JSONResponse(await completer.read(body, endpoint.body, lambda parsed: render(parsed, completer)))
+        completer, held = self._completer, http.scope["counted"].answers
+
+        def answered(parsed: RequestBody) -> bytes:
+            return encode_json(endpoint.render(parsed, completer))
+
+        answer = await completer.read(await http.body(), endpoint.body, answered)
+        held.take(len(answer))
+        return WholeAnswer(answer, http.scope["access"].http_request_id, held)
 
     async def _answer(self, endpoint: Generates, http: Request) -> Response:
         work = self._generate(endpoint, await http.body(), http.scope)

@@ -4,6 +4,7 @@ from typing import Literal
 
 from typing_extensions import TypedDict
 
+from gateway.answers.streamed import Column
 from gateway.completer import Completer
 from gateway.requests.chat import ChatCompletionRequest, ChatPromptFields, ConvertedRequest
 from gateway.requests.responses import ResponsesRequest
@@ -70,8 +71,8 @@ class Tokenized(TypedDict):
 
     count: int
     max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
+    tokens: Column[int]
+    token_strs: Column[str] | None
 
 
 class Detokenized(TypedDict):
@@ -104,8 +105,8 @@ def tokenize(request: TokenizeRequest, completer: Completer) -> Tokenized:
     return {
         "count": len(token_ids),
         "max_model_len": completer.context_length,
-        "tokens": token_ids,
-        "token_strs": tokenizer.spelled(token_ids) if request.return_token_strs else None,
+        "tokens": Column(token_ids),
+        "token_strs": Column(tokenizer.spelled(token_ids)) if request.return_token_strs else None,
     }
 
 
