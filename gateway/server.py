@@ -18,7 +18,6 @@ from gateway.completer import Completer
 from gateway.endpoints import ENDPOINTS, Computes, Generates, Reads
 from gateway.errors import ApiError
 from gateway.openapi import document
-from gateway.requests.body import RequestBody
 from gateway.streaming import CLIENT_LEFT, EventStream, WholeAnswer, unless_client_leaves
 from gateway.websocket import OpenSockets, Turn
 
@@ -60,12 +59,9 @@ class ApiServer:
         return JSONResponse(endpoint.render(self._completer, **http.path_params))
 
     async def _compute(self, endpoint: Computes, http: Request) -> Response:
-        completer, held = self._completer, http.scope["counted"].answers
-
-        def answered(parsed: RequestBody) -> bytes:
-            return encode_json(endpoint.render(parsed, completer))
-
-        answer = await completer.read(await http.body(), endpoint.body, answered)
+        completer, render, held = self._completer, endpoint.render, http.scope["counted"].answers
+        body = await http.body()
+        answer = await completer.read(body, endpoint.body, lambda parsed: encode_json(render(parsed, completer)))
         held.take(len(answer))
         return WholeAnswer(answer, http.scope["access"].http_request_id, held)
 

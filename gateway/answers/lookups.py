@@ -53,17 +53,16 @@ def _card(completer: Completer, name: str) -> ModelCard:
     }
 
 
-class InputTokens(TypedDict):
-    """How many tokens the input of a response has."""
-
-    object: Literal["response.input_tokens"]
-    input_tokens: int
-
-
 class TokenCount(TypedDict):
     """How many tokens a conversation has."""
 
     input_tokens: int
+
+
+class InputTokens(TokenCount):
+    """How many tokens the input of a response has."""
+
+    object: Literal["response.input_tokens"]
 
 
 class Tokenized(TypedDict):

@@ -153,13 +153,11 @@ class ResponsesRequest(ConvertedRequest):
 
     def given_text(self) -> dict[str, Any]:
         """The form of the text as answers repeat it."""
-        wanted = self.text.format if self.text else None
-        form: dict[str, Any] = {"type": "text"}
-        if wanted is not None:
-            named = {field.alias or name: getattr(wanted, name) for name, field in type(wanted).model_fields.items()}
-            form = {name: value for name, value in named.items() if value is not None}
-        verbosity = self.text.verbosity if self.text else None
-        return {"format": form, "verbosity": verbosity or "medium"}
+        text = self.text or ResponseText()
+        wanted = text.format or TextFormat(type="text")
+        named = {field.alias or name: getattr(wanted, name) for name, field in type(wanted).model_fields.items()}
+        form = {name: value for name, value in named.items() if value is not None}
+        return {"format": form, "verbosity": text.verbosity or "medium"}
 
     def chat_fields(self) -> dict[str, Any]:
         choice = self.tool_choice
