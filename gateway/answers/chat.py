@@ -134,9 +134,6 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
         return [first, *others]
 
     def _whole_choice(self, index: int, kept: KeptAnswer) -> ChatChoice:
-        logprobs: ChatLogprobs | None = None
-        if self._with_logprobs:
-            logprobs = {"content": kept.columns["content"], "refusal": None}
         parts = self._parts(index, Delta(kept.text, (), tuple(kept.offsets), kept.finish_reason), whole=True)
         content = parts.pop("content", None if "tool_calls" in parts else "")
         for call in parts.get("tool_calls", ()):
@@ -144,7 +141,7 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
         message = cast(AnswerMessage, {"role": "assistant", "content": content, "refusal": None, **parts})
         return {
             "index": index,
-            "logprobs": logprobs,
+            "logprobs": {"content": kept.columns["content"], "refusal": None} if self._with_logprobs else None,
             "finish_reason": self._finished(index, kept.finish_reason),
             "message": message,
         }

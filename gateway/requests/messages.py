@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -81,6 +82,10 @@ class MessageTurn(Piece):
 
     role: Literal["user", "assistant", "system"]
     content: TextOr[Block]
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
 
 class Tool(Piece):
@@ -168,7 +173,7 @@ class CountTokensRequest(ConvertedRequest):
         choice = self.tool_choice or AnyChoice(type="auto")
         single = choice.disable_parallel_tool_use
         return {
-            "messages": system + [message for turn in self.messages for message in messages_of(turn)],
+            "messages": system + messages_of(self.messages),
             # The beginning of the answer, which is called prefill.
             "continue_final_message": self.messages[-1].role == "assistant",
             "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
@@ -211,11 +216,16 @@ def _chat_tool(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": {**fields, "parameters": tool.input_schema}}
 
 
-def messages_of(turn: MessageTurn) -> list[dict[str, Any]]:
-    """A turn as messages of a chat: the assistant's is one, and of a user's, each result of a tool is one."""
-    if isinstance(turn.content, str):
-        return [{"role": turn.role, "content": turn.content}]
-    return [_answer(turn.content)] if turn.role == "assistant" else _said(turn.role, turn.content)
+def messages_of(turns: Sequence[MessageTurn]) -> list[dict[str, Any]]:
+    """Turns as messages of a chat: the assistant's is one, and of a user's, each result of a tool is one.
+
+    As Anthropic has it, turns of one role that follow each other are one.
+    """
+    messages: list[dict[str, Any]] = []
+    for role, group in groupby(turns, key=lambda turn: turn.role):
+        blocks = [block for turn in group for block in turn.blocks]
+        messages += [_answer(blocks)] if role == "assistant" else _said(role, blocks)
+    return messages
 
 
 def _answer(blocks: Sequence[Block]) -> dict[str, Any]:

@@ -108,13 +108,14 @@ def test_an_agent_goes_on_with_what_it_got(deepseek: World) -> None:
 
 
 def test_the_results_in_a_turn_come_before_its_text(glm: World) -> None:
-    """As they stand behind their calls in the model's own conversations."""
+    """As they stand behind their calls in the model's own conversations. What one side says in several turns is one."""
     uses = [{"type": "tool_use", "id": each, "name": "weather", "input": {}} for each in "ab"]
     results = [{"type": "tool_result", "tool_use_id": each, "content": f"sun {each}"} for each in "ab"]
     note = {"type": "text", "text": "And now?"}
-    for turn in ([note, *results], [results[0], note, results[1]], [*results, note]):
+    for turns in ([[note, *results]], [[results[0], note, results[1]]], [results, [note]], ["And now?", results]):
         glm.says("</think>Warm.")
-        ask(glm, QUESTION, {"role": "assistant", "content": uses}, {"role": "user", "content": turn}, tools=[TOOL])
+        calls = [{"role": "assistant", "content": [use]} for use in uses]
+        ask(glm, QUESTION, *calls, *({"role": "user", "content": turn} for turn in turns), tools=[TOOL])
         assert glm.prompt.endswith("</tool_call><|tool|>sun a<|tool|>sun b<|user|>And now?<|assistant|><think>")
 
 
