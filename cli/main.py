@@ -124,8 +124,7 @@ def keygen(
 @takes_flags
 def serve(config: ServeConfig) -> None:
     """Run a gateway with prefill and decode processes on this machine."""
-    from cli.serve import plan, serve_until_stopped
-    from cli.serve_checks import check_start
+    from cli.serve import check_start, plan, serve_until_stopped
 
     planned = plan(config)
     check_start(config)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
     from rich.table import Table
 
-    from decode_node.quarantine import QuarantinedReservation
+    from decode_node.quarantine_report import QuarantinedReservation
 
     Columns = Mapping[str, Callable[[QuarantinedReservation], str]]
 
@@ -56,7 +56,7 @@ def about() -> None:
 @app.command("list", cls=GroupedCommand)
 def list_reservations(url: Url = "http://127.0.0.1:8020", key_dir: TokenDir = None) -> None:
     """Show a decode node's quarantined reservations."""
-    from decode_node.quarantine import QuarantineList
+    from decode_node.quarantine_report import QuarantineList
 
     found = _ask(QuarantineList, "GET", url, "/quarantine", key_dir)
     if found.reservations:
@@ -76,7 +76,7 @@ def evict(
 
     The process must have ended: if it still writes, it corrupts the memory of other requests.
     """
-    from decode_node.quarantine import Eviction
+    from decode_node.quarantine_report import Eviction
 
     params = {"boot_id": boot_id, "force": "true" if force else "false"}
     done = _ask(Eviction, "POST", url, "/quarantine/evict", key_dir, params)

@@ -35,8 +35,6 @@ _STOP_S = 15.0
 _POLL_S = 0.2
 
 Processes = Mapping[str, "subprocess.Popen[bytes]"]
-
-
 NodeOfRanks = PrefillConfig | DecodeConfig
 
 

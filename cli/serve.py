@@ -28,8 +28,13 @@ from cli.flags import Flags, changed_flags
 from cli.reasons import Reason
 from decode_node.config import DecodeConfig
 from gateway.config import API_KEYS_VARIABLE, GatewayConfig
+from hisparse.config import parse_config
+from model.checkpoint import read_json
 from prefill_node.config import PrefillConfig
+from service.checkpoint import identify
+from service.config import check_clients
 from service.lifecycle import STOP_SIGNALS, Lifecycle
+from service.node_checks import check
 from transfer.shm import SHM, maps_other_processes
 
 _PR_SET_PDEATHSIG = 1
@@ -111,6 +116,20 @@ def plan(config: ServeConfig) -> ServePlan:
     ranks = config.prefill_nodes * config.prefill_ranks + config.decode_nodes * config.decode_ranks
     devices = devices_for(config.device, ranks, config.mem_fraction_static)
     return ServePlan(config, config.port or free_port(), devices)
+
+
+def check_start(config: ServeConfig) -> None:
+    """Raises StartupError for what one of the processes would refuse, as far as flags and small files tell.
+
+    Before any is started: the others would load a model meanwhile.
+    """
+    # Nodes stay on the loopback interface.
+    check(replace(config, host=LOOPBACK, insecure=False))
+    check_clients(config.host, bool(config.api_keys or config.api_key_file), config.insecure)
+    identify(config.model_path)
+    top_k = read_json(config.model_path / "config.json").get("index_topk")
+    if isinstance(top_k, int):  # else it is no model that nodes take, which they say
+        parse_config(config.hisparse_config, top_k)
 
 
 def devices_for(device: str, num_nodes: int, mem_fraction: float | None) -> tuple[str, ...]:

@@ -14,60 +14,17 @@ from typing import Annotated, Any, Literal, TypeVar
 import structlog
 from fastapi import APIRouter, Depends, HTTPException
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from pydantic import BaseModel
 
 from control.messages import Abort, AttemptId, Peer, PrefillFailed
 from control.plane import ControlPlane
 from decode_node.prefill_nodes import SILENCE_S, PrefillNodes
 from decode_node.prefix_reads import PrefixReads
+from decode_node.quarantine_report import DANGER, Eviction, QuarantinedReservation, QuarantineList
 from transfer.fencing import ReservationTable
 
 log = structlog.get_logger(__name__)
 
 Result = TypeVar("Result")
-
-DANGER = "evicting a process that still writes corrupts the memory of other requests"
-
-
-class QuarantinedReservation(BaseModel):
-    """Slots of an abandoned attempt, and a process that may still be at them: a prefill node, or one of its ranks.
-
-    Slots that several processes may be writing to are listed for each of them.
-    """
-
-    request_id: str
-    epoch: int
-    slots: int
-    quarantined_s: float
-    writer: str
-    """The process's control address."""
-    boot_id: str
-    access: Literal["writes", "reads"] = "writes"
-    """reads: slots of a cached prefix, which are kept while that process reads them."""
-    last_heard_s: float | None
-    """Seconds since that process was last heard; None if that is too long ago to be known."""
-    free_in_s: float | None
-    """Seconds until the slots are free of this process, if it is proved dead or evicted; None otherwise."""
-
-
-class QuarantineList(BaseModel):
-    reservations: list[QuarantinedReservation]
-
-
-class Eviction(BaseModel):
-    """What an eviction frees, after the grace for writes that the network still carries; what was read, at once.
-
-    also_written_by, also_read_by: boot ids of other ranks that may still be writing to some of it, or reading it, which
-    is not free before.
-    """
-
-    boot_id: str
-    reservations: int
-    slots: int
-    free_in_s: float
-    also_written_by: list[str] = []
-    also_read_by: list[str] = []
-    warning: str = DANGER
 
 
 class Quarantine:

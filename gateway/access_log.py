@@ -106,7 +106,8 @@ class AccessLog:
         access = AccessRecord(given if _SANE_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}")
         # The turns of a WebSocket have spans of their own.
         if endpoint not in OPEN_PATHS and scope["type"] == "http":
-            access.span = self._tracer.serve(f"{scope['method']} {endpoint}", headers, access.started)
+            method = scope["method"] if scope["method"] in ("GET", "POST") else OTHER
+            access.span = self._tracer.serve(f"{method} {endpoint}", headers, access.started)
         sent_id = access.http_request_id.encode()
         names = (b"x-request-id", b"request-id") if is_anthropic(scope["path"]) else (b"x-request-id",)
 

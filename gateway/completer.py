@@ -106,6 +106,9 @@ class Completer:
                 return await asyncio.get_running_loop().run_in_executor(threads, parsed)
         except TimeoutError:
             raise timed_out() from None
+        finally:
+            # Of a client that has left: the work may stay in the queue, and nobody counts the body any more.
+            body = b""
 
     def _check_priority(self, request: ApiRequest, may_go_first: bool) -> None:
         """Raises ApiError (403) for a request that would go before others and may not."""

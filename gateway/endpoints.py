@@ -17,10 +17,9 @@ from gateway.answers.streamed import Answer, Json
 from gateway.preparer import GenerationBody
 from gateway.requests.body import RequestBody
 from gateway.requests.chat import ChatCompletionRequest
-from gateway.requests.compaction import CompactRequest
 from gateway.requests.completions import CompletionRequest
 from gateway.requests.messages import CountTokensRequest, MessagesRequest
-from gateway.requests.responses import ResponseCreate, ResponsesRequest
+from gateway.requests.responses import CompactRequest, ResponseCreate, ResponsesRequest
 from gateway.requests.tokens import DetokenizeRequest, TokenizeRequest
 from service.status import Health, Ready, Version
 

@@ -24,7 +24,6 @@ from gateway.tokenizer import CheckpointTokenizer
 MAX_SETTINGS_BYTES = 8 << 20
 """Of several prompts, what travels with each of them besides its tokens, as JSON: all together."""
 
-
 ApiRequest = CompletionRequest | ChatCompletionRequest
 GenerationBody = ApiRequest | ConvertedRequest
 

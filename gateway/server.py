@@ -12,7 +12,7 @@ from starlette.routing import WebSocketRoute
 from starlette.types import Scope
 
 from gateway.admission import RequestBytes
-from gateway.answers.streamed import StreamedAnswer
+from gateway.answers.streamed import StreamedAnswer, encode_json
 from gateway.attempt import DeltaSink
 from gateway.completer import Completer
 from gateway.endpoints import ENDPOINTS, Computes, Generates, Reads
@@ -59,9 +59,11 @@ class ApiServer:
         return JSONResponse(endpoint.render(self._completer, **http.path_params))
 
     async def _compute(self, endpoint: Computes, http: Request) -> Response:
-        completer, render = self._completer, endpoint.render
+        completer, render, held = self._completer, endpoint.render, http.scope["counted"].answers
         body = await http.body()
-        return JSONResponse(await completer.read(body, endpoint.body, lambda parsed: render(parsed, completer)))
+        answer = await completer.read(body, endpoint.body, lambda parsed: encode_json(render(parsed, completer)))
+        held.take(len(answer))
+        return WholeAnswer(answer, http.scope["access"].http_request_id, held)
 
     async def _answer(self, endpoint: Generates, http: Request) -> Response:
         work = self._generate(endpoint, await http.body(), http.scope)

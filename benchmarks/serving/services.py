@@ -19,8 +19,7 @@ from benchmarks.passkey import CHECKPOINT, CONTEXT_LENGTH
 from benchmarks.serving.client import Endpoint, error_message
 from benchmarks.serving.config import ServingBench
 from cli.config_show import read_serve_flags
-from cli.serve import Child, free_port, is_ready, processes
-from cli.serve_checks import check_start
+from cli.serve import Child, check_start, free_port, is_ready, processes
 
 _READY_S = 600.0
 _ANSWER_S = 30.0

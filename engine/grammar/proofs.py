@@ -159,8 +159,13 @@ def _library_error(schema: dict[str, Any]) -> str:
     """Why llguidance refuses a schema. If it does not: a text that is in no error."""
     # As text, since the library does not take Python's larger integers.
     text = LLMatcher.grammar_from_json_schema(json.dumps(with_options(schema)))
-    error = LLMatcher.validate_grammar(text, None, limits=PARSER_LIMITS)
-    return error or "\0"
+    try:
+        return LLMatcher.validate_grammar(text, None, limits=PARSER_LIMITS) or "\0"
+    except BaseException as error:
+        # Where the library's excerpt of a value would cut a character in two. Matchers say it in these words.
+        if type(error).__name__ != "PanicException":
+            raise
+        return f"panic: {error}"
 
 
 def _shortened(message: str) -> str:

@@ -94,9 +94,10 @@ class Prover:
             raise
         if answer is None:
             self._end(process)
-            if self._closed or self._ready is not process:
-                raise ProverStopped("the process that compiles grammars ends")
             status = process.wait()
+            # Somebody else killed it, as the kernel does where memory is short.
+            if self._closed or self._ready is not process or status == -signal.SIGKILL:
+                raise ProverStopped("the process that compiles grammars ends")
             cause = _DEATHS.get(-status, f"the compiler ends with status {status}")
             raise GrammarError(f"it cannot be compiled: {cause}")
         if "error" in answer:

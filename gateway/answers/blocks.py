@@ -1,6 +1,7 @@
 """An answer as a sequence of blocks: reasoning, text and calls. Formats differ only in how they write them."""
 
 from abc import ABC
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from io import StringIO
 from typing import Literal
@@ -45,15 +46,13 @@ class BlockAnswer(Answer, ABC):
 
     def __post_init__(self) -> None:
         assert self.prepared.reading is not None
-        self._reading = self.prepared.reading
-        self._parser = self._reading.parser(whole=not self.prepared.request.stream)
+        self._parser = self.prepared.reading.parser(whole=not self.prepared.request.stream)
         self._blocks: list[Block] = []
         self._open: Block | None = None
         self._space: list[str] = []
         """White space that may begin a text."""
         self._output_tokens = 0
         self._reasoning_tokens = 0
-        """Tokens that came before any text or call, if the answer begins with reasoning."""
         self._finish_reason: EndReason | None = None
         self._ended_by: str | int | None = None
         """What ended the answer, as `Delta.stop`."""
@@ -77,8 +76,7 @@ class BlockAnswer(Answer, ABC):
         changes: list[Change] = []
         for event in self._parser.push(delta.text) if delta.text else ():
             self._read(event, changes)
-        if self._reading.reasoning and all(block.kind == "reasoning" for block in self._blocks):
-            self._reasoning_tokens += len(delta.tokens)
+        self._reasoning_tokens += bisect_left(delta.offsets, self._parser.reasoned)
         if delta.finish_reason is not None:
             self._finish_reason, self._ended_by = delta.finish_reason, delta.stop
             for event in self._parser.finish():

@@ -134,20 +134,14 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
         return [first, *others]
 
     def _whole_choice(self, index: int, kept: KeptAnswer) -> ChatChoice:
-        if self._reasons:
-            reasoning, end, _ = kept.text.partition(self._reading.format.end_of_reasoning or "")
-            self._reasoning_tokens += bisect_left(kept.offsets, len(reasoning + end)) if end else kept.tokens
-        logprobs: ChatLogprobs | None = None
-        if self._with_logprobs:
-            logprobs = {"content": kept.columns["content"], "refusal": None}
-        parts = self._parts(index, Delta(kept.text, (), (), kept.finish_reason), whole=True)
+        parts = self._parts(index, Delta(kept.text, (), tuple(kept.offsets), kept.finish_reason), whole=True)
         content = parts.pop("content", None if "tool_calls" in parts else "")
         for call in parts.get("tool_calls", ()):
             del call["index"]
         message = cast(AnswerMessage, {"role": "assistant", "content": content, "refusal": None, **parts})
         return {
             "index": index,
-            "logprobs": logprobs,
+            "logprobs": {"content": kept.columns["content"], "refusal": None} if self._with_logprobs else None,
             "finish_reason": self._finished(index, kept.finish_reason),
             "message": message,
         }
@@ -176,9 +170,8 @@ class ChatAnswer(OpenAIAnswer[ChatChoice]):
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = self._reading.parser(whole)
-        if parser.in_reasoning and not whole:
-            self._reasoning_tokens += len(delta.tokens)
         events = parser.push(delta.text) if delta.text else []
+        self._reasoning_tokens += bisect_left(delta.offsets, parser.reasoned)
         if delta.finish_reason is not None:
             events += parser.finish()
         return _parts_of(events)

@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 from gateway.answers.blocks import BlockAnswer
 from gateway.answers.responses import ResponseUsage, usage_of
 from gateway.errors import ApiError
-from gateway.requests.responses import encoded_summary
+from gateway.requests.response_input import encoded_summary
 
 
 class CompactionItem(TypedDict):

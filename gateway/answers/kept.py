@@ -13,13 +13,12 @@ from gateway.attempt import Delta, EndReason
 
 @dataclass(slots=True)
 class KeptAnswer:
-    """One answer that does not stream, as it grows. has_offsets: also without columns."""
+    """One answer that does not stream, as it grows."""
 
-    has_offsets: bool
     columns: dict[str, Column[Any]] = field(init=False, default_factory=dict)
     """By name, what there is for each token."""
     offsets: "array[int]" = field(init=False, default_factory=lambda: array("i"))
-    """Where in the text each token begins, counted with the stop string; where there are columns, or asked for."""
+    """Where in the text each token begins, counted with the stop string."""
     tokens: int = field(init=False, default=0)
     finish_reason: EndReason | None = field(init=False, default=None)
     stop: str | int | None = field(init=False, default=None)
@@ -50,7 +49,5 @@ class KeptAnswer:
             before = len(column)
             column.extend(elements)
             size += len(column) - before
-        if columns or self.has_offsets:
-            self.offsets.extend(delta.offsets)
-            size += self.offsets.itemsize * len(delta.offsets)
-        return size
+        self.offsets.extend(delta.offsets)
+        return size + self.offsets.itemsize * len(delta.offsets)

@@ -4,6 +4,7 @@ from typing import Literal
 
 from typing_extensions import TypedDict
 
+from gateway.answers.streamed import Column
 from gateway.completer import Completer
 from gateway.requests.chat import ChatCompletionRequest, ChatPromptFields, ConvertedRequest
 from gateway.requests.responses import ResponsesRequest
@@ -52,17 +53,16 @@ def _card(completer: Completer, name: str) -> ModelCard:
     }
 
 
-class InputTokens(TypedDict):
-    """How many tokens the input of a response has."""
-
-    object: Literal["response.input_tokens"]
-    input_tokens: int
-
-
 class TokenCount(TypedDict):
     """How many tokens a conversation has."""
 
     input_tokens: int
+
+
+class InputTokens(TokenCount):
+    """How many tokens the input of a response has."""
+
+    object: Literal["response.input_tokens"]
 
 
 class Tokenized(TypedDict):
@@ -70,8 +70,8 @@ class Tokenized(TypedDict):
 
     count: int
     max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
+    tokens: Column[int]
+    token_strs: Column[str] | None
 
 
 class Detokenized(TypedDict):
@@ -104,8 +104,8 @@ def tokenize(request: TokenizeRequest, completer: Completer) -> Tokenized:
     return {
         "count": len(token_ids),
         "max_model_len": completer.context_length,
-        "tokens": token_ids,
-        "token_strs": tokenizer.spelled(token_ids) if request.return_token_strs else None,
+        "tokens": Column(token_ids),
+        "token_strs": Column(tokenizer.spelled(token_ids)) if request.return_token_strs else None,
     }
 
 

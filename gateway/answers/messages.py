@@ -78,7 +78,6 @@ class MessageAnswer(BlockAnswer, StreamedAnswer):
         super().__post_init__()
         body = self.prepared.body
         assert isinstance(body, MessagesRequest)
-        self._stops = body.stop_sequences or ()
         self._shows_thinking = body.thinking is None or body.thinking.display != "omitted"
         self._drops_thinking = body.thinking is not None and body.thinking.type == "disabled"
         """Of a model that reasons nevertheless."""
@@ -163,7 +162,7 @@ class MessageAnswer(BlockAnswer, StreamedAnswer):
         }
 
     def _ending(self) -> Ending:
-        stop = next((stop for stop in self._stops if stop == self._ended_by), None)
+        stop = self._ended_by if isinstance(self._ended_by, str) else None
         reason: StopReason | None
         match self._finish_reason:
             case None:

@@ -115,8 +115,6 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
             "system_fingerprint": self.tokenizer.system_fingerprint,
         }
         self._count = len(prepared.tokenized)
-        self._reasons = prepared.reading is not None and prepared.reading.reasoning
-        """Answers begin in reasoning."""
         self._completion_tokens = 0
         self._token_ids = bool(request.return_token_ids)
         self._name: Callable[[int], str] = (
@@ -134,7 +132,7 @@ class OpenAIAnswer(StreamedAnswer, ABC, Generic[_ChoiceT]):
 
     def keep(self, index: int, delta: Delta) -> None:
         if delta.first:
-            self._kept[index] = KeptAnswer(self._reasons)
+            self._kept[index] = KeptAnswer()
             if self._token_ids:
                 self.held.take(_TOKEN_ID_BYTES * len(self.prepared.tokenized[index].prompt_ids))
         columns: dict[str, list[Any]] = self._of_tokens(delta.tokens) if self._with_logprobs else {}

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from bisect import bisect_left
 from itertools import count
 from typing import Annotated, Any, Literal
 
@@ -194,13 +195,15 @@ class ResponseAnswer(BlockAnswer, StreamedAnswer):
         return [self._event("response.failed", response=response)]
 
     def _push(self, delta: Delta) -> list[Change]:
+        changes = super()._push(delta)
         if self._source.with_logprobs:
             before = len(self._tokens)
+            answered = delta.tokens[bisect_left(delta.offsets, self._parser.reasoned) :]
             self._tokens.extend(
-                chosen_logprob(token, self.tokenizer.piece, self.tokenizer.piece_bytes) for token in delta.tokens
+                chosen_logprob(token, self.tokenizer.piece, self.tokenizer.piece_bytes) for token in answered
             )
             self._count(len(self._tokens) - before)
-        return super()._push(delta)
+        return changes
 
     def _note(self, change: Change) -> Column[ChosenLogprob]:
         """Keep what a change brings in addition to text. Returns the log probabilities that belong to it."""

@@ -11,8 +11,8 @@ it). What this encoder renders, that one renders in the same way. It departs onl
   empty line stands before it;
 - a conversation of nothing but system messages: the model goes on after them;
 - tools: in the first message if that can hold them (as in the published examples), else in an empty system message;
-- results of calls: in the order of the calls, by their ids, whatever their order in the conversation. Where results are
-  missing, the block of results ends all the same;
+- results of calls: after the message with the calls and in the order of the calls, by their ids, wherever they stand in
+  the conversation. Where results are missing, the block of results ends all the same;
 - an assistant's message after the last user message, with thinking, needs no reasoning.
 
 Reasoning is shown to the model only after the last message of the user, that is within a loop of tool calls.
@@ -110,13 +110,14 @@ def render(
 class _Conversation:
     def __init__(self, messages: Sequence[Message], tools: Sequence[Tool], thinking: bool, end: PromptEnd) -> None:
         if not messages:
-            raise FormatError("messages: expected at least one")
+            raise FormatError("expected at least one")
+        messages = _by_calls(messages)
         if messages[-1]["role"] == "assistant" and end is PromptEnd.NEW_ANSWER:
-            raise FormatError("messages: expected a user's message or a tool's result at the end, found an assistant's")
+            raise FormatError("expected a user's message or a tool's result at the end, found an assistant's")
         self._thinking = thinking
         self._end = end
         self._tools = "\n\n" + _TOOLS % "\n".join(to_json(tool["function"]) for tool in tools) if tools else ""
-        self._messages = list(messages)
+        self._messages = messages
         self._added = 0
         if self._tools and messages[0]["role"] not in ("system", "developer"):
             self._messages.insert(0, {"role": "system"})
@@ -141,9 +142,7 @@ class _Conversation:
                 separator = "\n\n" if behind == "tool" or self._is_turn(index - 1) else ""
                 yield separator + content_of(message) + tools
             else:
-                raise FormatError(
-                    f"messages.{index - self._added}.role: expected a role of this format, found {role!r}"
-                )
+                raise FormatError(f"message {index - self._added}: expected a role of this format, found {role!r}")
             if index < len(self._messages) - 1 or self._end is PromptEnd.NEW_ANSWER:
                 yield self._go(index)
 
@@ -189,17 +188,25 @@ class _Conversation:
         end = index
         while self._role(end) == "tool":
             end += 1
-        results = self._messages[index:end]
-        if len(results) > len(calls):
+        if end - index > len(calls):
             raise FormatError(
-                f"messages.{index - self._added}: expected at most as many results as the assistant's message before "
-                f"them has tool_calls, found {len(results)} for {len(calls)}"
+                f"message {index - self._added}: expected at most as many results as the assistant's message before "
+                f"them has tool_calls, found {end - index} for {len(calls)}"
             )
-        order = {call.get("id"): number for number, call in enumerate(calls)}
-        if all(result.get("tool_call_id") in order for result in results):
-            results.sort(key=lambda result: order[result.get("tool_call_id")])
-        texts = "".join(f"\n<result>{content_of(result)}</result>" for result in results)
+        texts = "".join(f"\n<result>{content_of(result)}</result>" for result in self._messages[index:end])
         return f"\n\n<function_results>{texts}\n</function_results>"
+
+
+def _by_calls(messages: Sequence[Message]) -> list[Message]:
+    """The messages, with each result after the last message before it that has its call, in the order of the calls."""
+    calls: dict[str, tuple[int, int]] = {}
+    """By id of a call, the number of its message and its own."""
+    places = []
+    for number, message in enumerate(messages):
+        place = calls.get(message.get("tool_call_id", "")) if message["role"] == "tool" else None
+        places.append(place or (number, 0))
+        calls |= {call.get("id"): (number, order) for order, call in enumerate(message.get("tool_calls") or (), 1)}
+    return [messages[number] for number in sorted(range(len(messages)), key=places.__getitem__)]
 
 
 def _call(name: str, arguments: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """The parser that all families share: reasoning, then content with calls in it. A family adds the syntax of calls."""
 
+import math
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -107,8 +108,10 @@ class CallParser(PieceReader, ABC):
         self._open = False
         """Whether a call has begun, in `_events` or in `_waiting`."""
         self._keys: set[str] = set()
-        self.in_reasoning = end_of_reasoning is not None
-        """Whether all that was pushed is reasoning."""
+        self.reasoned: float = 0 if end_of_reasoning is None else math.inf
+        """Characters up to the end of the reasoning; infinite while all that was pushed is reasoning."""
+        self._thought = 0
+        """Characters of reasoning that were given out."""
         self.called = False
         """Whether a call was complete."""
         self.only_content = False
@@ -164,7 +167,7 @@ class CallParser(PieceReader, ABC):
                 yield from self._until(end_of_reasoning, self._give_reasoning)
             except Malformed:  # it ended in its reasoning
                 return
-            self.in_reasoning = False
+            self.reasoned = self._thought + len(end_of_reasoning)
             self._taken.clear()
         while (yield from self._content()):
             try:
@@ -196,6 +199,7 @@ class CallParser(PieceReader, ABC):
             yield
 
     def _give_reasoning(self, text: str) -> None:
+        self._thought += len(text)
         self._events.append(ReasoningDelta(text))
         self._taken.clear()
 

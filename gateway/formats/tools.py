@@ -57,9 +57,7 @@ class ToolSet:
             return None
         self._steps -= steps
         allowed = [_of_type(schema), _of_values(schema)]
-        reference = schema.get("$ref")
-        if isinstance(reference, str) and reference.startswith("#/"):
-            allowed.append(self._types_of(_resolve(reference, root), root, depth))
+        allowed.append(self._types_of(_referred(schema, root), root, depth))
         for union in filter(None, (lists.get("anyOf"), lists.get("oneOf"))):
             branches = [self._types_of(branch, root, depth) for branch in union]
             known = [branch for branch in branches if branch is not None]
@@ -93,7 +91,7 @@ class CallRules:
 
 @dataclass(frozen=True, slots=True)
 class ToolSignature:
-    """A tool's arguments, as its schema declares them.
+    """A tool's arguments, as its schema declares them, or the schema that it refers to.
 
     parameters: the JSON schema; {} if it has none. properties: the schema of each named argument, required ones that
     have no schema included.
@@ -106,7 +104,11 @@ class ToolSignature:
 
 def _signature(schema: object) -> ToolSignature:
     parameters = schema if isinstance(schema, Mapping) else {}
-    declared, demanded = parameters.get("properties"), parameters.get("required")
+    named_by = parameters
+    for _ in range(_MAX_DEPTH):
+        if "properties" not in named_by and isinstance(target := _referred(named_by, parameters), Mapping):
+            named_by = target
+    declared, demanded = named_by.get("properties"), named_by.get("required")
     properties = dict(declared) if isinstance(declared, Mapping) else {}
     named = {key: value if isinstance(value, Mapping) else {} for key, value in properties.items()}
     required = [key for key in demanded if isinstance(key, str)] if isinstance(demanded, list) else []
@@ -147,7 +149,11 @@ def _of_values(schema: Mapping[str, Any]) -> frozenset[str] | None:
     return frozenset(map(json_type, values)) if isinstance(values, list) and values else None
 
 
-def _resolve(reference: str, root: Mapping[str, Any]) -> object:
+def _referred(schema: Mapping[str, Any], root: Mapping[str, Any]) -> object:
+    """What a schema refers to; None if it refers to nothing in the same document."""
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
     target: object = root
     for part in reference[2:].split("/", _MAX_DEPTH):
         key = part.replace("~1", "/").replace("~0", "~")

@@ -189,6 +189,8 @@ class RequestBody(Piece):
     def check_fields(self, policy: FieldPolicy) -> None:
         """Raises ApiError for a field that asks for what is not carried out."""
         policy.check(self.model_extra or {}, self.not_carried_out())
+        if isinstance(options := getattr(self, "stream_options", None), Piece):
+            policy.check(options.model_extra or {}, OF_STREAMS, "stream_options.")
 
     @classmethod
     @contextmanager

@@ -27,8 +27,8 @@ def _content(value: object) -> str:
     texts: list[str] = []
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(text, str):
+        text = part.get(kind) if isinstance(part, dict) and kind in ("text", "refusal") else None
+        if not isinstance(text, str):
             found = f", found one of type {shown(kind)}" if isinstance(kind, str) and kind != "text" else ""
             raise PydanticCustomError("content_type", f"expected a string or a list of parts of type 'text'{found}")
         texts.append(text)
@@ -46,14 +46,14 @@ class CalledFunction(Piece):
     """What a call of an earlier answer called. arguments: JSON text, as the model wrote it."""
 
     name: ToolName
-    arguments: str = ""
+    arguments: str | None = ""
 
 
 class ToolCall(Piece):
     """A call of an earlier answer."""
 
     id: CallId
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = "function"
     function: CalledFunction
 
 
@@ -80,7 +80,7 @@ class ChatMessage(Piece):
             if value is not None:
                 rendered[name] = value
         if self.tool_calls:
-            calls = [chat_call(call.id, call.function.name, call.function.arguments) for call in self.tool_calls]
+            calls = [chat_call(call.id, call.function.name, call.function.arguments or "") for call in self.tool_calls]
             rendered["tool_calls"] = calls
         return rendered
 

@@ -4,7 +4,7 @@ import secrets
 from abc import ABC, abstractmethod
 from typing import Annotated, ClassVar, Self
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from control.messages import (
@@ -21,7 +21,7 @@ from control.messages import (
 from control.prompt_logprobs import Alternatives, too_many
 from gateway.errors import context_length_exceeded, shown, wrong
 from gateway.registry import Capacity
-from gateway.requests.body import OF_STREAMS, FieldPolicy, Piece, RequestBody
+from gateway.requests.body import FieldPolicy, Piece, RequestBody
 from gateway.requests.structure import StructureFields
 from gateway.tokenizer import CheckpointTokenizer
 
@@ -36,17 +36,8 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
 
 
-def _stops(value: object) -> list[str]:
-    stops = [value] if isinstance(value, str) else value
-    if stops is None:
-        return []
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise PydanticCustomError("stop_type", "expected a string or a list of strings")
-    if len(stops) > MAX_STOPS:
-        raise PydanticCustomError("stops", f"expected at most {MAX_STOPS} stop strings, found {len(stops)}")
-    if any(not 0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
-        raise PydanticCustomError("stop_length", f"expected stop strings of 1 to {MAX_STOP_CHARS} characters")
-    return stops
+def _stops(value: object) -> object:
+    return [value] if isinstance(value, str) else [] if value is None else value
 
 
 class StreamOptions(Piece):
@@ -54,9 +45,6 @@ class StreamOptions(Piece):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-
-    def check_fields(self, policy: FieldPolicy) -> None:
-        policy.check(self.model_extra or {}, OF_STREAMS, "stream_options.")
 
 
 class CommonFields(Piece):
@@ -73,8 +61,8 @@ class CommonFields(Piece):
     logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED)] | None = None
     bad_words: Annotated[list[StopString], Field(max_length=MAX_BIASES // 2)] | None = None
-    stop: Annotated[list[str], PlainValidator(_stops, json_schema_input_type=StopString | StopStrings | None)] = Field(
-        default_factory=list
+    stop: Annotated[StopStrings, BeforeValidator(_stops, json_schema_input_type=StopString | StopStrings | None)] = (
+        Field(default_factory=list)
     )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
@@ -125,11 +113,6 @@ class GenerationRequest(RequestBody, CommonFields, StructureFields, ABC):
     def computed_choices(self) -> int:
         """How many answers of each prompt are generated, of which the best `choices` are given."""
         return self.choices
-
-    def check_fields(self, policy: FieldPolicy) -> None:
-        super().check_fields(policy)
-        if self.stream_options is not None:
-            self.stream_options.check_fields(policy)
 
     def requested_tokens(self) -> int | None:
         return self.max_tokens

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -82,6 +83,10 @@ class MessageTurn(Piece):
     role: Literal["user", "assistant", "system"]
     content: TextOr[Block]
 
+    @property
+    def blocks(self) -> Sequence[Block]:
+        return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+
 
 class Tool(Piece):
     """A tool that the model may call and the client runs. input_schema: JSON schema of the arguments."""
@@ -133,12 +138,6 @@ class OutputConfig(Piece):
     format: OutputSchema | None = None
 
 
-class Metadata(Piece):
-    """Whom a request is for."""
-
-    user_id: str | None = None
-
-
 class MessagesChat(ChatCompletionRequest):
     """The chat of a conversation in Anthropic's form, whose answers leave out reasoning that is not wanted."""
 
@@ -174,7 +173,7 @@ class CountTokensRequest(ConvertedRequest):
         choice = self.tool_choice or AnyChoice(type="auto")
         single = choice.disable_parallel_tool_use
         return {
-            "messages": system + [message for turn in self.messages for message in messages_of(turn)],
+            "messages": system + messages_of(self.messages),
             # The beginning of the answer, which is called prefill.
             "continue_final_message": self.messages[-1].role == "assistant",
             "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
@@ -206,12 +205,10 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: StopStrings | None = None
-    metadata: Metadata | None = None
-    service_tier: str | None = None
 
     def chat_fields(self) -> dict[str, Any]:
-        stops = {} if self.stop_sequences is None else {"stop": self.stop_sequences}
-        return {**super().chat_fields(), "max_completion_tokens": self.max_tokens, **stops}
+        stops = [*self.stop, *(self.stop_sequences or ())]
+        return {**super().chat_fields(), "max_completion_tokens": self.max_tokens, "stop": stops}
 
 
 def _chat_tool(tool: Tool) -> dict[str, Any]:
@@ -219,11 +216,16 @@ def _chat_tool(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": {**fields, "parameters": tool.input_schema}}
 
 
-def messages_of(turn: MessageTurn) -> list[dict[str, Any]]:
-    """A turn as messages of a chat: the assistant's is one, and of a user's, each result of a tool is one."""
-    if isinstance(turn.content, str):
-        return [{"role": turn.role, "content": turn.content}]
-    return [_answer(turn.content)] if turn.role == "assistant" else _said(turn.role, turn.content)
+def messages_of(turns: Sequence[MessageTurn]) -> list[dict[str, Any]]:
+    """Turns as messages of a chat: the assistant's is one, and of a user's, each result of a tool is one.
+
+    As Anthropic has it, turns of one role that follow each other are one.
+    """
+    messages: list[dict[str, Any]] = []
+    for role, group in groupby(turns, key=lambda turn: turn.role):
+        blocks = [block for turn in group for block in turn.blocks]
+        messages += [_answer(blocks)] if role == "assistant" else _said(role, blocks)
+    return messages
 
 
 def _answer(blocks: Sequence[Block]) -> dict[str, Any]:
@@ -235,13 +237,11 @@ def _answer(blocks: Sequence[Block]) -> dict[str, Any]:
 
 
 def _said(role: str, blocks: Sequence[Block]) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
-    for block in blocks:
-        match block:
-            case ToolResultBlock():
-                messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content)})
-            case TextBlock():
-                if not messages or messages[-1]["role"] != role:
-                    messages.append({"role": role, "content": []})
-                messages[-1]["content"].append({"type": "text", "text": block.text})
-    return messages or [{"role": role, "content": ""}]
+    """The results, which the calls are before, and then the text."""
+    messages: list[dict[str, Any]] = [
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content)}
+        for block in blocks
+        if isinstance(block, ToolResultBlock)
+    ]
+    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+    return [*messages, {"role": role, "content": "\n".join(texts)}] if texts or not messages else messages

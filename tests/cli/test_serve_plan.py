@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from base.errors import StartupError
-from cli import serve, serve_checks
+from cli import serve
 from cli.config import ServeConfig
 from cli.main import app, main
 from cli.serve import Child, ServePlan, devices_for, free_port, processes
@@ -22,7 +22,7 @@ from cli.serve import Child, ServePlan, devices_for, free_port, processes
 @pytest.fixture(autouse=True)
 def no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are of models that are not there, and of processes that share no memory."""
-    monkeypatch.setattr(serve_checks, "check_start", lambda config: None)
+    monkeypatch.setattr(serve, "check_start", lambda config: None)
     monkeypatch.setattr(serve, "maps_other_processes", lambda: False)
 
 

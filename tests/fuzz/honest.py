@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gateway.requests.responses import encoded_summary
+from gateway.requests.response_input import encoded_summary
 from tests.fuzz.values import Json, honest_schema
 from tests.gateway.world import MODEL, VOCAB
 

@@ -68,7 +68,8 @@ def assert_same_bytes(answer: OpenAIAnswer[Any], pieces: Sequence[str]) -> None:
     anew = copy.deepcopy(answer, {id(HELD): HELD})
     for number, piece in enumerate(pieces):
         finish_reason: FinishReason | None = "stop" if number == len(pieces) - 1 else None
-        delta = Delta(piece, (Token(token_id=number),), (0,), finish_reason, first=number == 0)
+        begin = sum(map(len, pieces[:number]))
+        delta = Delta(piece, (Token(token_id=number),), (begin,), finish_reason, first=number == 0)
         for index in range(2):
             assert answer.encode_delta(index, delta) == anew.encode(anew.delta_events(index, delta)), (number, piece)
     assert answer.encode(answer.end()) == anew.encode(anew.end())

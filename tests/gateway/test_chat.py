@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from tests.gateway.world import (
+    DSML,
     GLM_TEMPLATE,
     LONG_CONTEXT,
     MODEL,
@@ -54,6 +55,16 @@ def test_an_agent_goes_on_for_five_turns(deepseek: World) -> None:
     ]
     assert messages[-1]["content"] == "It is warm."
     assert deepseek.prompt.count("sun over") == 5
+
+
+def test_null_stands_for_what_is_not_there_and_a_refusal_is_text(deepseek: World) -> None:
+    call = {"id": "a", "type": None, "function": {"name": "weather", "arguments": None}}
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I may not."}], "tool_calls": [call]}
+    deepseek.says("ok")
+    deepseek.chat(QUESTION, refusal, {"role": "tool", "tool_call_id": "a", "content": None}, QUESTION)
+    assert "I may not.\n\n" in deepseek.prompt
+    assert f'{DSML}invoke name="weather">\n\n</' in deepseek.prompt
+    assert "<result></result>" in deepseek.prompt
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.requests.responses import encoded_summary
+from gateway.requests.response_input import encoded_summary
 from tests.gateway.world import LONG_CONTEXT, MODEL, World
 
 CONVERSATION: list[dict[str, Any]] = [

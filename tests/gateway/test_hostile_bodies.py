@@ -1,12 +1,17 @@
 """Bodies and frames with as many wrong values as fit. Each costs little, and the clients beside it nothing."""
 
+import asyncio
+import gc
 import inspect
 import json
+import sys
+import threading
 import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,8 +22,10 @@ import control.messages
 import gateway.server
 from base.wire import MAX_ERRORS, FailFastModel, first_error
 from control.grammar import Regex
+from gateway.completer import Completer
 from gateway.requests.body import FieldPolicy, parse
 from gateway.requests.chat import ConvertedRequest
+from gateway.requests.completions import CompletionRequest
 from gateway.requests.messages import MessagesRequest
 from gateway.requests.responses import ResponsesRequest
 from tests.gateway.world import QUESTION, World
@@ -105,6 +112,32 @@ def test_a_list_or_object_is_validated_up_to_its_first_error(model: type[FailFas
                 # Fields that are not declared: only a node with a valid key sends them, and `first_error` counts them.
                 del kinds["extra_forbidden"]
                 assert kinds.total() < 100, name
+
+
+def test_the_body_of_a_client_that_has_left_waits_for_no_thread() -> None:
+    """As many bodies as clients can send could wait, and none of them counts."""
+    began, ends = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(lambda: began.set() or ends.wait())
+        began.wait()
+        gateway: Any = SimpleNamespace(
+            _small=threads, _large=threads, config=SimpleNamespace(request_timeout=60.0, token_timeout=60.0)
+        )
+        body = b"x" * 1000
+        held = sys.getrefcount(body)
+
+        async def leave() -> None:
+            reading = asyncio.create_task(Completer.read(gateway, body, CompletionRequest, lambda request: request))
+            await asyncio.sleep(0)
+            reading.cancel()
+            await asyncio.wait([reading])
+
+        asyncio.run(leave())
+        gc.collect()
+        waiting = threads._work_queue.qsize()
+        found = sys.getrefcount(body)
+        ends.set()
+    assert (waiting, found) == (1, held)
 
 
 def test_of_many_errors_only_their_number_is_told() -> None:

@@ -107,6 +107,18 @@ def test_an_agent_goes_on_with_what_it_got(deepseek: World) -> None:
     )
 
 
+def test_the_results_in_a_turn_come_before_its_text(glm: World) -> None:
+    """As they stand behind their calls in the model's own conversations. What one side says in several turns is one."""
+    uses = [{"type": "tool_use", "id": each, "name": "weather", "input": {}} for each in "ab"]
+    results = [{"type": "tool_result", "tool_use_id": each, "content": f"sun {each}"} for each in "ab"]
+    note = {"type": "text", "text": "And now?"}
+    for turns in ([[note, *results]], [[results[0], note, results[1]]], [results, [note]], ["And now?", results]):
+        glm.says("</think>Warm.")
+        calls = [{"role": "assistant", "content": [use]} for use in uses]
+        ask(glm, QUESTION, *calls, *({"role": "user", "content": turn} for turn in turns), tools=[TOOL])
+        assert glm.prompt.endswith("</tool_call><|tool|>sun a<|tool|>sun b<|user|>And now?<|assistant|><think>")
+
+
 def test_thinking_is_a_block_and_comes_back(glm: World) -> None:
     glm.says("Rome, then.</think>Sunny.")
     message = ask(glm, thinking={"type": "enabled", "budget_tokens": 1024})
@@ -131,9 +143,10 @@ def test_thinking_may_be_left_out_of_the_answer(glm: World) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_sequence_is_named(deepseek: World, stream: bool) -> None:
+@pytest.mark.parametrize("stops", [{"stop_sequences": ["zero", " three"]}, {"stop": " three", "stop_sequences": ["0"]}])
+def test_a_stop_sequence_is_named(deepseek: World, stream: bool, stops: dict[str, Any]) -> None:
     deepseek.says("one two three")
-    answer = ask(deepseek, stop_sequences=["zero", " three"], stream=stream)
+    answer = ask(deepseek, stream=stream, extra_body=stops)
     if stream:
         *_, ending, _ = answer
         assert (ending.delta.stop_reason, ending.delta.stop_sequence) == ("stop_sequence", " three")

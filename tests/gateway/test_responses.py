@@ -108,8 +108,7 @@ def test_reasoning_is_an_item_of_its_own_and_comes_back(glm: World) -> None:
     reasoning, message = response.output
     assert (reasoning.type, reasoning.summary, reasoning.content[0].text) == ("reasoning", [], "Rome, then.")
     assert message.content[0].text.strip() == "Sunny."
-    # Up to the message of the decode node in which the text begins.
-    assert response.usage.output_tokens_details.reasoning_tokens == pytest.approx(len("Rome, then.</think>"), abs=5)
+    assert response.usage.output_tokens_details.reasoning_tokens == len("Rome, then.</think>")
     glm.says("</think>yes")
     items = [{"role": "user", "content": "How?"}, *(item.model_dump(exclude_none=True) for item in response.output)]
     assert ask(glm, input=[*items, {"role": "user", "content": "Sure?"}]).output_text == "yes"
@@ -209,6 +208,12 @@ def test_log_probabilities_come_with_the_text(deepseek: World) -> None:
     events = list(ask(deepseek, top_logprobs=2, stream=True))
     deltas = [event for event in events if event.type == "response.output_text.delta"]
     assert [entry.token for event in deltas for entry in event.logprobs] == ["a", "b", "c"]
+
+
+def test_no_log_probability_of_reasoning_stands_at_the_text(glm: World) -> None:
+    glm.says("a</think>bcd")
+    _, message = ask(glm, top_logprobs=1).output
+    assert [entry.token for entry in message.content[0].logprobs] == ["b", "c", "d"]
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [

@@ -1,5 +1,6 @@
 """HTTPS: who may be trusted, what stops a start, and certificates that are replaced."""
 
+import math
 import re
 import ssl
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 import trustme
 
 from cli.serve import is_ready
+from service import watched
 from tests.gateway.nodes import wait_until
 from tests.gateway.test_websocket import opened
 from tests.gateway.world import MODEL, RunningGateway, World
@@ -82,7 +84,10 @@ def test_clients_that_do_not_trust_it_and_old_protocols_are_turned_away(start_ga
     assert gateway.counted("http_refused", "tls_handshake") == 3
 
 
-def test_the_ready_check_trusts_the_very_certificate_alone(start_world: Callable[..., World], files: Files) -> None:
+def test_the_ready_check_trusts_the_very_certificate_alone(
+    start_world: Callable[..., World], files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched, "_LOOK_EVERY_S", math.inf)
     url = start_world(**files.options).gateway.url
     wait_until(lambda: is_ready(url, files.cert))
     files.renew()

@@ -87,12 +87,14 @@ def test_a_migration_is_a_span_with_its_reason(traced: World, collector: Collect
 def test_a_request_that_fails_is_a_failed_span(traced: World, collector: Collector) -> None:
     assert traced.http.get("/health").status_code == 200
     assert traced.http.get("/v1/models/other").status_code == 404
+    assert traced.http.request("X" * 8000, "/v1/models").status_code == 405
     traced.decode.extra_outputs = [Output(request_id="-", start=0, finish_reason="error", error="scripted")]
     traced.decode.chunks = []
     assert traced.post(max_tokens=4).status_code == 500
     wait_until(lambda: collector.named("POST /v1/completions"))
     [lookup], [failed] = collector.named("GET /v1/models/{model}"), collector.named("POST /v1/completions")
     assert (lookup.error, failed.error) == (None, "HTTP status 500")
+    assert len(collector.named("other /v1/models")) == 1, "a client chooses no names"
     assert collector.named("GET /health") == []
 
 

@@ -57,6 +57,31 @@ def test_what_compiles_is_compiled_once(compiler: GrammarCompiler) -> None:
     assert again.result() is first.result()
 
 
+def test_a_mistake_in_a_long_value_of_any_script_is_named(compiler: GrammarCompiler) -> None:
+    schema = {"properties": {"a": {"minimum": "é" * 99}}}
+    for structure in (JsonSchema(schema_text=json.dumps(schema)), Lark(grammar=f"start: %json {json.dumps(schema)}")):
+        assert f"{structure.kind} at /properties/a: " in str(submit(compiler, structure))
+    assert submit(compiler, JSON_OBJECT) is None
+
+
+def test_a_process_that_is_killed_is_no_fault_of_the_grammar() -> None:
+    others = psutil.Process(os.getpid()).children()
+    compiler, grammar = GrammarCompiler(vocabulary(), LIMITS), Grammar(structure=patterns(17))
+    try:
+        assert submit(compiler, JSON_OBJECT) is None
+        future = compiler.submit(grammar)
+        for process in psutil.Process(os.getpid()).children():
+            if process not in others:
+                process.kill()
+        assert isinstance(future.exception(60), CompilerBusy)
+        until = time.monotonic() + 60
+        while isinstance(error := compiler.submit(grammar).exception(60), CompilerBusy):
+            assert time.monotonic() < until
+        assert "takes more than" in str(error)
+    finally:
+        compiler.close()
+
+
 def test_an_error_is_remembered(compiler: GrammarCompiler) -> None:
     wrong = Grammar(structure=Regex(pattern="("))
     assert "regex: " in str(compiler.submit(wrong).exception(60))

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from gateway.formats.tools import MAX_STEPS, ToolSet, json_type, parse_json
-from tests.gateway.formats.examples import tool
+from gateway.formats.tools import MAX_STEPS, CallRules, ToolSet, json_type, parse_json
+from tests.gateway.formats.examples import parsing_format, tool
+from tests.gateway.formats.test_call_grammar import accepts
 
 
 @pytest.mark.parametrize(
@@ -93,12 +94,31 @@ def test_an_argument_that_the_schema_does_not_name() -> None:
     assert ToolSet([tool("f")]).types("f", "a") is None
 
 
-@pytest.mark.parametrize("parameters", [None, True, {}, {"properties": 5, "required": 5}, {"required": [5]}])
+LOOP = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+
+
+@pytest.mark.parametrize("parameters", [None, True, {}, {"properties": 5, "required": 5}, {"required": [5]}, LOOP])
 def test_schemas_that_say_nothing(parameters: Any) -> None:
     tools = ToolSet([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
     assert tools["f"].properties == {}
     assert tools["f"].required == frozenset()
     assert tools.types("f", "a") is None
+
+
+def test_a_schema_may_refer_to_the_one_that_names_the_arguments() -> None:
+    """As pydantic writes a recursive model, and Zod one with a name."""
+    node = {"properties": {"name": {"type": "string"}, "next": {"$ref": "#/$defs/Node"}}, "required": ["name"]}
+    parameters = {"$ref": "#/$defs/Tree", "$defs": {"Tree": {"$ref": "#/$defs/Node"}, "Node": node}}
+    made = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    assert ToolSet([made])["f"].properties == node["properties"]
+    assert ToolSet([made])["f"].required == {"name"}
+    assert ToolSet([made]).types("f", "name") == {"string"}
+    grammar = parsing_format("glm").call_grammar(CallRules(ToolSet([made]), forced=True))
+    assert grammar is not None
+    calls = (
+        f"<tool_call>f{argument}</tool_call>" for argument in ("", "<arg_key>name</arg_key><arg_value>7</arg_value>")
+    )
+    assert [accepts(grammar, call) for call in calls] == [False, True]
 
 
 def test_required_arguments_without_a_schema_are_known() -> None:
