@@ -36,8 +36,10 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
 
 
-def _stops(value: object) -> object:
-    return [value] if isinstance(value, str) else [] if value is None else value
+def _stops(value: object) -> list[object]:
+    if not isinstance(value, str | list | None):
+        raise PydanticCustomError("stop_type", "expected a string or a list of strings")
+    return [value] if isinstance(value, str) else value or []
 
 
 class StreamOptions(Piece):

@@ -68,7 +68,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "a", "stop": ["x"] * 17}, "stop", "at most 16 items"),
     ({"prompt": "a", "stop": ["x" * 257]}, "stop.0", "at most 256 characters"),
     ({"prompt": "a", "stop": [""]}, "stop.0", "at least 1 character"),
-    ({"prompt": "a", "stop": 3}, "stop", "valid array, found 3"),
+    ({"prompt": "a", "stop": 3}, "stop", "string or a list of strings"),
     ({"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
     ({"prompt": "a", "stream": "yes"}, "stream", "valid boolean"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "", "only allowed when stream is true"),
