@@ -82,6 +82,19 @@ def test_a_rank_that_ended_is_named_at_once_even_if_nobody_has_work(make: Make) 
         assert time.monotonic() - started < 1
 
 
+def test_a_rank_that_comes_while_its_absence_is_found_is_not_missed(make: Make, status: SharedStatus) -> None:
+    first, *_ = make(timeout=0.0)
+
+    def posted(rank: int, number: int) -> int | None:
+        """All others come right before the look at who is missing."""
+        for other in range(1, 4):
+            status.post(other, number, 2)
+        return SharedStatus.posted(status, rank, number)
+
+    status.posted = posted  # type: ignore[method-assign]
+    assert first.wait(1) == 2
+
+
 def test_the_group_is_as_far_as_the_rank_that_is_farthest(status: SharedStatus) -> None:
     for rank, phase in ((2, Phase.DRAINING), (1, Phase.ENDING)):
         status.set_phase(rank, phase)
