@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -252,9 +253,10 @@ class RequestTable(dict[str, Request]):
     """
 
     def add(self, request: Request) -> None:
-        later = [other for other in self.values() if other.generate.priority > request.generate.priority]
+        priority = request.generate.priority
+        later = [*takewhile(lambda other: other.generate.priority > priority, reversed(self.values()))]
         self[request.request_id] = request
-        for other in later:
+        for other in reversed(later):
             self[other.request_id] = self.pop(other.request_id)
 
     def donors(self) -> dict[str, Request]:
