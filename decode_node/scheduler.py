@@ -202,20 +202,13 @@ class Scheduler:
     def _advance_local_prefill(self) -> None:
         if self._local is None or not self._local.has_work:
             return
-        try:
-            self._local.step()
-        except Exception as error:
-            log.exception("local prefill failed")
-            self._runner.check_device()
-            for request in self._local.at_risk:
-                if request.state is RequestState.LOCAL_PREFILL:
-                    self.end(request, "error", f"prefill failed: {error}")
-        landed, broken = self._local.staged()
+        failed = self._local.step()
+        landed, not_copied = self._local.staged()
         for request in landed:
             self.slots.landed(request, 0)
             log.debug("staged", request_id=request.request_id, tokens=request.kv_tokens)
-        for request, failure in broken:
-            self.end(request, "error", f"copying the prompt's KV to host memory failed: {failure}")
+        for request, reason in (*failed, *not_copied):
+            self.end(request, "error", reason)
 
     def _admit(self) -> bool:
         """Start to run requests whose KV is in host memory, in order; none overtakes but those that wait for a
