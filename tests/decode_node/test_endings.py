@@ -145,7 +145,7 @@ def test_a_prompt_that_cannot_be_copied_to_the_host_ends_its_request_alone() -> 
     local = SimpleNamespace(
         has_work=True,
         is_idle=True,
-        step=lambda: [],
+        step=list,
         staged=lambda: ([], [failed.pop()] if failed else []),
         cancel=lambda request: False,
     )
