@@ -160,9 +160,10 @@ class Request:
 
     @property
     def lacks_logprobs(self) -> bool:
-        """Whether its next prefill has to compute log probabilities of its prompt."""
+        """Whether its next prefill has to compute log probabilities of its prompt. They come before the first token, so
+        another node has sent those of a request that goes on here."""
         asked = self.generate.prompt_logprobs is not None and len(self.generate.prompt_ids) > 1
-        return asked and self.prompt_logprobs is None
+        return asked and self.prompt_logprobs is None and not self.resumed_at
 
     def has_prompt_of(self, other: "Request") -> bool:
         """Whether their prompts are the same, and may be shared. Those of one message are one object."""
@@ -267,6 +268,10 @@ class RequestTable(dict[str, Request]):
             if group and request.state is not RequestState.WAITING and (group not in donors or request.has_kv):
                 donors[group] = request
         return donors
+
+    def has_waiting(self, count: int) -> bool:
+        """Whether at least so many are in state WAITING. Takes no time if there are fewer in all."""
+        return len(self) >= count and len(self.in_state(RequestState.WAITING)) >= count
 
     def in_state(self, *states: RequestState) -> list[Request]:
         return [request for request in self.values() if request.state in states]

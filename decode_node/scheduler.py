@@ -84,10 +84,10 @@ class Scheduler:
             return Rejected(request_id=request_id, code="too_long", reason=reason)
         if self._draining:
             return Rejected(request_id=request_id, code="draining", reason="the decode node is draining")
-        if len(self.requests.in_state(RequestState.WAITING)) >= self._limits.max_waiting:
+        if self.requests.has_waiting(self._limits.max_waiting):
             # Some of them may not need to wait any longer.
             self._start_prefills()
-        if len(self.requests.in_state(RequestState.WAITING)) >= self._limits.max_waiting:
+        if self.requests.has_waiting(self._limits.max_waiting):
             reason = f"{self._limits.max_waiting} requests are waiting already"
             return Rejected(request_id=request_id, code="queue_full", reason=reason, retry_after=1.0)
         now = time.monotonic()
@@ -167,7 +167,8 @@ class Scheduler:
         cached take no slots, so nothing else would bound how many wait to be admitted.
         """
         queue = self.requests.in_state(RequestState.WAITING, RequestState.LANDED)
-        donors = self.requests.donors() if any(not request.has_kv for request in queue) else {}
+        is_shared = any(request.generate.group and not request.has_kv for request in queue)
+        donors = self.requests.donors() if is_shared else {}
         landed = 0
         for request in queue:
             if request.has_kv:
@@ -247,8 +248,6 @@ class Scheduler:
             self.end(request, "error", f"decode step failed: {violation}")
             return
         if taken := len(request.generated) - had:
-            if not had:
-                self._note_first_step(request)
             self.outputs.tokens(request, computed.token_ids[:taken], reason, computed.reported[:taken])
         if reason is not None:
             self._close(request, reason)
@@ -256,15 +255,6 @@ class Scheduler:
             self.end(request, "invalid", str(computed.failure))
         elif computed.failure is not None:
             self.end(request, "error", f"decode step failed: {computed.failure}")
-
-    def _note_first_step(self, request: Request) -> None:
-        self._metrics.note_stages(
-            len(request.generate.prompt_ids),
-            queue=request.spent[RequestState.WAITING],
-            admission=request.spent[RequestState.LANDED],
-            first_step=time.monotonic() - request.moved_at,
-        )
-        request.stage.record("first step", request.moved_at)
 
     def _step_failed(self, request_ids: Sequence[str], error: Exception) -> None:
         for request_id in request_ids:
