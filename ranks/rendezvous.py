@@ -10,12 +10,16 @@ both.
 import hashlib
 import hmac
 import json
+import queue
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import psutil
 import structlog
@@ -24,13 +28,24 @@ from torch.distributed import DistError, DistNetworkError, FileStore, Store, TCP
 from base.errors import StartupError
 from ranks.barrier import GroupFailed
 from ranks.place import RankPlace
-from ranks.sealed_socket import INHERITED, PATIENCE_S, Caller, HandshakeFailed, Purpose, SealedSocket, accept, call
+from ranks.sealed_socket import (
+    INHERITED,
+    PATIENCE_S,
+    Address,
+    Caller,
+    HandshakeFailed,
+    Purpose,
+    SealedSocket,
+    accept,
+    call,
+)
 
 log = structlog.get_logger(__name__)
 
 MEETING_S = 600.0
 """How long the hosts of a group wait for each other: one may have to fetch an image first."""
 _AGAIN_S = 1.0
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -135,20 +150,23 @@ def _connect(place: RankPlace, store: Store, secret: bytes, until: float) -> Mee
             if caller.to == 0:
                 ahead = clock
         incoming = _incoming(place)
+        met: queue.SimpleQueue[tuple[Caller, SealedSocket]] = queue.SimpleQueue()
+        server.settimeout(_LOOK_S)
         while not incoming <= found.keys():
-            server.settimeout(max(0.0, until - time.monotonic()))
-            connection, (host, _) = server.accept()
-            _tune(connection)
-            try:
-                who, session = accept(connection, key, place.rank, at)
-            except HandshakeFailed as failed:
-                log.warning("a stranger connected to the group", address=host, reason=str(failed))
-                continue
-            if who in incoming - found.keys():
-                found[who] = session
-            else:
-                log.warning("a rank connected to the group that is not expected", address=host, rank=who.rank)
-                session.close()
+            if time.monotonic() > until:
+                raise TimeoutError("timed out")
+            with suppress(TimeoutError, ConnectionAbortedError):
+                # On a thread for each: a stranger may say nothing, and ranks that wait meanwhile would give up.
+                connection, (host, _) = server.accept()
+                shake = partial(_shake_hands, connection, host, key, place.rank, at, met.put)
+                threading.Thread(target=shake, name="handshake", daemon=True).start()
+            while not met.empty():
+                who, session = met.get()
+                if who in incoming - found.keys():
+                    found[who] = session
+                else:
+                    log.warning("a rank connected to the group that is not expected", rank=who.rank)
+                    session.close()
     for session in found.values():
         session.be_patient(0)
     log.info("connected to the ranks of other hosts", connections=len(found), address=address)
@@ -158,6 +176,21 @@ def _connect(place: RankPlace, store: Store, secret: bytes, until: float) -> Mee
         for purpose in Purpose
     )
     return Meeting(store, links, _inherited_lines(place) | lines, interface_of(address), ahead)
+
+
+def _shake_hands(
+    connection: socket.socket,
+    host: str,
+    key: bytes,
+    rank: int,
+    at: Address,
+    met: Callable[[tuple[Caller, SealedSocket]], None],
+) -> None:
+    try:
+        _tune(connection)
+        met(accept(connection, key, rank, at))
+    except (HandshakeFailed, OSError) as failed:
+        log.warning("a stranger connected to the group", address=host, reason=str(failed))
 
 
 def _inherited_lines(place: RankPlace) -> dict[int, SealedSocket]:
