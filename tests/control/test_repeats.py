@@ -1,8 +1,6 @@
 """What is sent again, and how often."""
 
 import math
-import sys
-from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -10,6 +8,7 @@ import pytest
 from control import repeats
 from control.messages import Leaving, Peer, Pong
 from control.repeats import SLOWEST_S, Repeats
+from tests.work import calls_of
 
 PEER = Peer(role="prefill", address="127.0.0.1:2", boot_id="peer")
 
@@ -35,22 +34,6 @@ def sendings(table: Repeats, clock: Clock, seconds: float) -> list[float]:
         sent += [clock.now for _ in table.take_due(clock.now)]
         clock.now = max(clock.now + 0.01, min(until, table.next_due))
     return sent
-
-
-def calls_of(action: Callable[[], None]) -> int:
-    """How many functions it calls, and how often it resumes generators."""
-    calls = 0
-
-    def count(frame: object, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 def test_a_peer_that_is_heard_is_told_at_the_pace_that_was_asked_for(clock: Clock) -> None:
