@@ -15,11 +15,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 
 import psutil
 import structlog
@@ -28,17 +27,7 @@ from torch.distributed import DistError, DistNetworkError, FileStore, Store, TCP
 from base.errors import StartupError
 from ranks.barrier import GroupFailed
 from ranks.place import RankPlace
-from ranks.sealed_socket import (
-    INHERITED,
-    PATIENCE_S,
-    Address,
-    Caller,
-    HandshakeFailed,
-    Purpose,
-    SealedSocket,
-    accept,
-    call,
-)
+from ranks.sealed_socket import INHERITED, PATIENCE_S, Caller, HandshakeFailed, Purpose, SealedSocket, accept, call
 
 log = structlog.get_logger(__name__)
 
@@ -149,24 +138,7 @@ def _connect(place: RankPlace, store: Store, secret: bytes, until: float) -> Mee
             found[caller], clock = _called(store, key, caller)
             if caller.to == 0:
                 ahead = clock
-        incoming = _incoming(place)
-        met: queue.SimpleQueue[tuple[Caller, SealedSocket]] = queue.SimpleQueue()
-        server.settimeout(_LOOK_S)
-        while not incoming <= found.keys():
-            if time.monotonic() > until:
-                raise TimeoutError("timed out")
-            with suppress(TimeoutError, ConnectionAbortedError):
-                # On a thread for each: a stranger may say nothing, and ranks that wait meanwhile would give up.
-                connection, (host, _) = server.accept()
-                shake = partial(_shake_hands, connection, host, key, place.rank, at, met.put)
-                threading.Thread(target=shake, name="handshake", daemon=True).start()
-            while not met.empty():
-                who, session = met.get()
-                if who in incoming - found.keys():
-                    found[who] = session
-                else:
-                    log.warning("a rank connected to the group that is not expected", rank=who.rank)
-                    session.close()
+        found |= _accepted(place, server, key, until)
     for session in found.values():
         session.be_patient(0)
     log.info("connected to the ranks of other hosts", connections=len(found), address=address)
@@ -178,19 +150,35 @@ def _connect(place: RankPlace, store: Store, secret: bytes, until: float) -> Mee
     return Meeting(store, links, _inherited_lines(place) | lines, interface_of(address), ahead)
 
 
-def _shake_hands(
-    connection: socket.socket,
-    host: str,
-    key: bytes,
-    rank: int,
-    at: Address,
-    met: Callable[[tuple[Caller, SealedSocket]], None],
-) -> None:
-    try:
-        _tune(connection)
-        met(accept(connection, key, rank, at))
-    except (HandshakeFailed, OSError) as failed:
-        log.warning("a stranger connected to the group", address=host, reason=str(failed))
+def _accepted(place: RankPlace, server: socket.socket, key: bytes, until: float) -> dict[Caller, SealedSocket]:
+    """Sessions with the ranks that connect to this one, each made on a thread: strangers may say nothing, and a rank
+    that waited for them would give up."""
+    at, expected = server.getsockname(), _incoming(place)
+    found: dict[Caller, SealedSocket] = {}
+    met: queue.SimpleQueue[tuple[Caller, SealedSocket]] = queue.SimpleQueue()
+
+    def shake_hands(connection: socket.socket, host: str) -> None:
+        try:
+            _tune(connection)
+            met.put(accept(connection, key, place.rank, at))
+        except (HandshakeFailed, OSError) as failed:
+            log.warning("a stranger connected to the group", address=host, reason=str(failed))
+
+    server.settimeout(_LOOK_S)
+    while not expected <= found.keys():
+        if time.monotonic() > until:
+            raise TimeoutError("timed out")
+        with suppress(TimeoutError, ConnectionAbortedError):
+            connection, (host, _) = server.accept()
+            threading.Thread(target=shake_hands, args=(connection, host), name="handshake", daemon=True).start()
+        while not met.empty():
+            who, session = met.get()
+            if who in expected - found.keys():
+                found[who] = session
+            else:
+                log.warning("a rank connected to the group that is not expected", rank=who.rank)
+                session.close()
+    return found
 
 
 def _inherited_lines(place: RankPlace) -> dict[int, SealedSocket]:
