@@ -170,9 +170,7 @@ class SlotAllocator:
         for extent in extents:
             references = self._held(extent)
             references -= 1
-            dropped = np.concatenate(([False], references == 0, [False]))
-            edges = np.flatnonzero(dropped[1:] != dropped[:-1])
-            for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+            for begin, end in _runs(references == 0):
                 self._give(Extent(extent.start + begin, end - begin))
 
     def num_owned_once(self, extents: Iterable[Extent]) -> int:
@@ -185,19 +183,14 @@ class SlotAllocator:
             raise SlotAccountingError(f"{np.count_nonzero(self._references[slots] == 0)} slots are owned and free")
 
     def check_integrity(self) -> None:
-        """Raise SlotAccountingError unless free extents are disjoint, coalesced and exactly the unreferenced slots."""
-        previous_stop = -1
-        for start, length in sorted(self._length_at.items()):
-            if start <= previous_stop or self._references[start : start + length].any():
-                raise SlotAccountingError(f"free extent [{start}, {start + length}) overlaps or is referenced")
-            previous_stop = start + length
-        free = sum(self._length_at.values())
-        unreferenced = int(np.count_nonzero(self._references == 0))
+        """Raise SlotAccountingError unless free extents are the longest runs of unreferenced slots, in all tables."""
+        runs = {start: stop - start for start, stop in _runs(self._references == 0)}
         before = {start + length: start for start, length in self._length_at.items()}
         by_length = {start: length for length in self._lengths for start in self._starts_of[length]}
-        if not free == unreferenced == self.free or (before, by_length) != (self._start_before, self._length_at):
+        if not runs == self._length_at == by_length or before != self._start_before or self.free != sum(runs.values()):
             raise SlotAccountingError(
-                f"{free} slots in free extents, {unreferenced} unreferenced, {self.free} counted as free"
+                f"{sum(self._length_at.values())} slots in {len(self._length_at)} free extents, "
+                f"{sum(runs.values())} unreferenced in {len(runs)}, {self.free} counted as free"
             )
 
     def _held(self, extent: Extent) -> npt.NDArray[np.int32]:
@@ -234,3 +227,11 @@ class SlotAllocator:
         if not self._starts_of[length]:
             del self._starts_of[length], self._lengths[bisect_left(self._lengths, length)]
         return length
+
+
+def _runs(marked: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Where runs of marked entries begin and end."""
+    framed = np.zeros(len(marked) + 2, dtype=np.bool_)
+    framed[1:-1] = marked
+    edges = np.flatnonzero(framed[1:] != framed[:-1]).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
