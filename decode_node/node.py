@@ -221,7 +221,8 @@ class DecodeNode:
         for request in suspects:
             self._scheduler.end(request, "error", f"its tokens may be wrong (swap-in violations: {violations})")
         # So may the KV of those that ended since the last look.
-        self._scheduler.forget_prefixes()
+        if (prefixes := self._coordinator.host.prefixes) is not None:
+            prefixes.clear()
 
 
 def _set_by_state(gauge: Gauge, used: int, resident: int, filling: int) -> None:

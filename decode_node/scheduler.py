@@ -312,11 +312,6 @@ class Scheduler:
 
     # --- state ---
 
-    def forget_prefixes(self) -> None:
-        """Drop cached blocks that are not in use: some of their KV may be wrong."""
-        if (prefixes := self._coordinator.host.prefixes) is not None:
-            prefixes.clear()
-
     def take_stepped(self) -> list[Request]:
         """Requests, retracted ones included, that were in a step since the last call and have not ended."""
         stepped = self._steps.take_stepped()

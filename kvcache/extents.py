@@ -37,9 +37,7 @@ def expand(extents: Iterable[Extent]) -> npt.NDArray[np.int64]:
 
 def extents_of(slots: npt.NDArray[np.integer]) -> tuple[Extent, ...]:
     """Slots [n] as extents, in their order."""
-    numbers = slots.astype(np.int64, copy=False)
-    runs = plan_runs(numbers, numbers)
-    return tuple(map(Extent, runs.sources.tolist(), runs.lengths.tolist()))
+    return tuple(Extent(start, length) for start, _, length in common_runs(slots, slots))
 
 
 def common_runs(a: npt.NDArray[np.integer], b: npt.NDArray[np.integer]) -> list[tuple[int, int, int]]:

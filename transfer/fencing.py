@@ -69,6 +69,10 @@ class Writer(Generic[ProcessT]):
     def may_post(self) -> bool:
         return self.free_after is None
 
+    def seconds_left(self, now: float) -> float | None:
+        """Of its grace; None while it may post."""
+        return None if self.free_after is None else max(0.0, self.free_after - now)
+
     def end(self, now: float) -> None:
         """The process posts nothing more. The first call counts."""
         if self.free_after is None:
