@@ -15,7 +15,6 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -134,7 +133,7 @@ def _connect(place: RankPlace, store: Store, secret: bytes, until: float) -> Mee
     with socket.create_server((address, 0), backlog=2 * place.size) as server:
         at = server.getsockname()
         store.set(f"at/{place.rank}", json.dumps(at))
-        for caller in _outgoing(place):
+        for caller in (caller for caller in _callers(place) if caller.rank == place.rank):
             found[caller], clock = _called(store, key, caller)
             if caller.to == 0:
                 ahead = clock
@@ -153,7 +152,7 @@ def _connect(place: RankPlace, store: Store, secret: bytes, until: float) -> Mee
 def _accepted(place: RankPlace, server: socket.socket, key: bytes, until: float) -> dict[Caller, SealedSocket]:
     """Sessions with the ranks that connect to this one, each made on a thread: strangers may say nothing, and a rank
     that waited for them would give up."""
-    at, expected = server.getsockname(), _incoming(place)
+    at, expected = server.getsockname(), {caller for caller in _callers(place) if caller.to == place.rank}
     found: dict[Caller, SealedSocket] = {}
     met: queue.SimpleQueue[tuple[Caller, SealedSocket]] = queue.SimpleQueue()
 
@@ -203,16 +202,11 @@ def _called(store: Store, key: bytes, caller: Caller) -> tuple[SealedSocket, flo
         ) from failed
 
 
-def _outgoing(place: RankPlace) -> Iterator[Caller]:
-    yield from (Caller(Purpose.LINK, place.rank, other) for other in place.counterparts if other < place.rank)
-    if place.host and place.lines:
-        yield Caller(Purpose.LINE, place.rank, 0)
-
-
-def _incoming(place: RankPlace) -> set[Caller]:
-    links = {Caller(Purpose.LINK, other, place.rank) for other in place.counterparts if other > place.rank}
-    lines = range(place.per_host, place.size) if place.rank == 0 and place.lines else ()
-    return links | {Caller(Purpose.LINE, other, 0) for other in lines}
+def _callers(place: RankPlace) -> list[Caller]:
+    """Who calls whom, of the sessions of this rank with those of other hosts: the later rank the earlier one."""
+    links = [Caller(Purpose.LINK, max(place.rank, other), min(place.rank, other)) for other in place.counterparts]
+    lines = [Caller(Purpose.LINE, other, 0) for other in range(place.per_host, place.size) if place.lines]
+    return links + [line for line in lines if place.rank in (0, line.rank)]
 
 
 def _tune(connection: socket.socket) -> None:

@@ -185,7 +185,7 @@ def test_a_prompt_that_no_node_takes_now_does_not_hold_up_shorter_ones() -> None
     h = World()
     longer = Peer(role="prefill", address="127.0.0.1:9", boot_id="longer")
     h.remote.nodes.learn(GATEWAY.address, (PREFILL, longer), {PREFILL.boot_id: 2, "longer": 100})
-    h.remote.nodes.suspect(longer, time.monotonic())
+    h.remote.nodes._faults_of(longer).silent_since = time.monotonic()
     h.ask("long", prompt=(1, 2, 3, 4))
     h.ask("short", prompt=(1, 2, 3))
     h.scheduler.turn()
