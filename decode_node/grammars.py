@@ -40,7 +40,7 @@ class Grammars:
 
     def compile(self, request: Request) -> None:
         """Begin to compile the grammar of a request. It may be computed meanwhile."""
-        if self._starting is None or _may_start_now(self._starting):
+        if self._starting is None:
             self._starting = self._starter.submit(lambda: GrammarCompiler(self._read_vocabulary()))
             self._starting.add_done_callback(lambda _: self._wake())
         self._compiling[request.request_id] = request, self._starting
@@ -71,6 +71,9 @@ class Grammars:
             except CompilerBusy as error:
                 refused.append((request, "abort", str(error)))
             except Exception as error:
+                if step is self._starting and step.exception() is not None:
+                    # It may have failed for a reason that passes.
+                    self._starting = None
                 log.exception("a grammar cannot be compiled", request_id=request_id)
                 refused.append((request, "abort", f"its grammar cannot be compiled: {error}"))
             del self._compiling[request_id]
@@ -96,8 +99,3 @@ class Grammars:
         self._starter.shutdown(cancel_futures=True)
         if self._starting is not None and not self._starting.cancelled() and self._starting.exception() is None:
             self._starting.result().close()
-
-
-def _may_start_now(failed: Future[GrammarCompiler]) -> bool:
-    """Whether a start has failed for a reason that may have passed."""
-    return failed.done() and not isinstance(failed.exception(), UnsupportedTokenizer | None)

@@ -92,10 +92,6 @@ class Reservation(Generic[KeyT, ProcessT, ResourceT]):
     quarantined_at: float | None = None
     can_wait_s: float = 0.0
 
-    @property
-    def may_be_posted_to(self) -> bool:
-        return any(writer.may_post for writer in self.writers)
-
     def writers_of(self, boot_id: str) -> list[Writer[ProcessT]]:
         return [writer for writer in self.writers if writer.peer.boot_id == boot_id]
 
@@ -202,7 +198,7 @@ class ReservationTable(Generic[KeyT, ProcessT, ResourceT]):
         if not reservation.writers:
             del self._table[key]
             self._release(reservation.resource)
-        return bool(spoken_for) and not reservation.may_be_posted_to
+        return bool(spoken_for) and not any(writer.may_post for writer in reservation.writers)
 
     def writer_gone(self, boot_id: str, now: float) -> None:
         """That process is proved dead, or gone for good by an operator's word. That counts for what is quarantined.
