@@ -53,8 +53,7 @@ class Repeats:
         self._table.pop(key, None)
 
     def take_due(self, now: float) -> Iterator[Repeated]:
-        """Those to send now, in the order in which they fell due. Those whose time is over come once more, the last
-        time."""
+        """Those to send now, in the order in which they fell due, and once more those whose time is over."""
         while self.next_due <= now:
             _, _, key, repeated = heappop(self._queue)
             heard = self._last_heard_at(repeated.peer.address) or 0.0
