@@ -2,6 +2,7 @@
 
 import os
 import random
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -134,6 +135,17 @@ def test_a_rank_that_sleeps_is_woken_by_one_that_calls_it() -> None:
     watch.stop()
     for descriptor in (*wakeup_fds, fd):
         os.close(descriptor)
+
+
+def test_a_rank_that_ended_before_it_was_watched_is_dead(status: SharedStatus) -> None:
+    """Its own reason is the one to be said."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    wakeup_fd = os.eventfd(0)
+    watch = RankWatch(status, 0, wakeup_fd, (os.getpid(), ended.pid), 60, lambda: None)
+    assert watch.dead() == 1
+    watch.stop()
+    os.close(wakeup_fd)
 
 
 def test_a_reason_is_kept_whole_and_once(status: SharedStatus) -> None:
