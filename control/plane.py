@@ -275,10 +275,11 @@ class ControlPlane:
             if periodic.due <= now:
                 periodic.due = now + periodic.every
                 self._guarded(periodic.action)
-        for repeated in self._repeats.take_given_up(now):
-            log.warning("never answered", to=repeated.peer.address, kind=type(repeated.message).__name__)
         for repeated in self._repeats.take_due(now):
-            self._guarded(partial(self._send, repeated.peer, repeated.message))
+            if now >= repeated.until:
+                log.warning("never answered", to=repeated.peer.address, kind=type(repeated.message).__name__)
+            else:
+                self._guarded(partial(self._send, repeated.peer, repeated.message))
 
     def _send(self, to: Peer, message: Message, any_boot: bool = False, version: int = PROTOCOL_VERSION) -> None:
         frame = encode(message, self.me, "" if any_boot else to.boot_id, version)

@@ -104,7 +104,7 @@ class PrefillAttempt:
     """Of all chunks that were taken."""
     progressed_at: float = field(init=False)
     """When it last made progress (time.monotonic)."""
-    _taken: set[ChunkNumber] = field(default_factory=set)
+    taken: set[ChunkNumber] = field(default_factory=set)
     _verified: set[ChunkNumber] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ class PrefillAttempt:
     @property
     def is_verified(self) -> bool:
         """Whether every chunk was announced and matches its checksums."""
-        return self.state is AttemptState.ANNOUNCED and len(self._verified) == len(self._taken)
+        return self.state is AttemptState.ANNOUNCED and len(self._verified) == len(self.taken)
 
     def move(self, to: AttemptState, now: float) -> None:
         """The only way in which the state changes. Raises RuntimeError if `to` cannot follow."""
@@ -182,16 +182,12 @@ class PrefillAttempt:
             return f"prefill covered {message.num_tokens} tokens, not {self.num_tokens}"
         if message.chunks >= self.num_tokens:
             return f"{message.chunks} chunks before the last one, in {self.num_tokens} tokens"
-        return _beyond(max((chunk for chunk in self._taken if chunk is not None), default=-1), message.chunks)
-
-    def has(self, chunk: ChunkNumber) -> bool:
-        """Whether the chunk was taken already."""
-        return chunk in self._taken
+        return _beyond(max((chunk for chunk in self.taken if chunk is not None), default=-1), message.chunks)
 
     def take(self, message: ChunkDone | PrefillDone, now: float) -> None:
         """Note a chunk that has landed and that the verifier has got. Without checksums it counts as verified."""
         chunk = chunk_of(message)
-        self._taken.add(chunk)
+        self.taken.add(chunk)
         self.num_checksums += len(message.checksums)
         self.progressed_at = now
         for piece in message.prompt_logprobs:
@@ -201,12 +197,12 @@ class PrefillAttempt:
             self.done = message
         if not message.checksums:
             self._verified.add(chunk)
-        if self.done is not None and len(self._taken) == self.done.chunks + 1:
+        if self.done is not None and len(self.taken) == self.done.chunks + 1:
             self.move(AttemptState.ANNOUNCED, now)
 
     def verified(self, chunk: ChunkNumber) -> None:
         """The chunk's checksums match. Raises RuntimeError if the chunk was never taken."""
-        if chunk not in self._taken:
+        if chunk not in self.taken:
             raise RuntimeError(f"chunk {chunk} was verified and never taken")
         self._verified.add(chunk)
 

@@ -34,33 +34,16 @@ class Grammars:
         self._wake = wake
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="grammar-start")
         self._starting: Future[GrammarCompiler] | None = None
-        self._compiling: dict[str, tuple[Request, Future[CompiledGrammar]]] = {}
+        self._compiling: dict[str, tuple[Request, Future[GrammarCompiler] | Future[CompiledGrammar]]] = {}
+        """What each request waits for: the compiler, and then its grammar."""
         self._masks: MaskWriter | None = None
 
     def compile(self, request: Request) -> None:
         """Begin to compile the grammar of a request. It may be computed meanwhile."""
-        grammar = request.generate.grammar
-        assert grammar is not None
-        if self._starting is None or _may_start_now(self._starting):
+        if self._starting is None:
             self._starting = self._starter.submit(lambda: GrammarCompiler(self._read_vocabulary()))
-        compiled: Future[CompiledGrammar] = Future()
-
-        def submit(starting: Future[GrammarCompiler]) -> None:
-            try:
-                starting.result().submit(grammar).add_done_callback(answer)
-            except Exception as error:
-                compiled.set_exception(error)
-                self._wake()
-
-        def answer(submitted: Future[CompiledGrammar]) -> None:
-            if (error := submitted.exception()) is not None:
-                compiled.set_exception(error)
-            else:
-                compiled.set_result(submitted.result())
-            self._wake()
-
-        self._compiling[request.request_id] = request, compiled
-        self._starting.add_done_callback(submit)
+            self._starting.add_done_callback(lambda _: self._wake())
+        self._compiling[request.request_id] = request, self._starting
 
     def settle(self) -> list[tuple[Request, FinishReason, str]]:
         """Start the requests whose grammars were compiled in the meantime. Returns those that cannot go on, and why.
@@ -68,12 +51,18 @@ class Grammars:
         Finish reason: `abort` if another node, or this one later, may compile it, otherwise `invalid`.
         """
         refused: list[tuple[Request, FinishReason, str]] = []
-        for request_id, (request, compiled) in list(self._compiling.items()):
-            if not compiled.done():
-                continue
-            del self._compiling[request_id]
+        for request_id, (request, step) in list(self._compiling.items()):
             try:
-                request.grammar = compiled.result().start(request.generate.stop_token_ids, request.generated)
+                found = step.result() if step.done() else None
+                if isinstance(found, GrammarCompiler):
+                    assert request.generate.grammar is not None
+                    step = found.submit(request.generate.grammar)
+                    step.add_done_callback(lambda _: self._wake())
+                    self._compiling[request_id] = request, step
+                    found = step.result() if step.done() else None
+                if found is None:
+                    continue
+                request.grammar = found.start(request.generate.stop_token_ids, request.generated)
             except (GrammarError, UnsupportedTokenizer) as error:
                 refused.append((request, "invalid", str(error)))
             except GrammarViolation as violation:
@@ -82,8 +71,12 @@ class Grammars:
             except CompilerBusy as error:
                 refused.append((request, "abort", str(error)))
             except Exception as error:
+                if step is self._starting and step.exception() is not None:
+                    # It may have failed for a reason that passes.
+                    self._starting = None
                 log.exception("a grammar cannot be compiled", request_id=request_id)
                 refused.append((request, "abort", f"its grammar cannot be compiled: {error}"))
+            del self._compiling[request_id]
         return refused
 
     def forget(self, request: Request) -> None:
@@ -106,8 +99,3 @@ class Grammars:
         self._starter.shutdown(cancel_futures=True)
         if self._starting is not None and not self._starting.cancelled() and self._starting.exception() is None:
             self._starting.result().close()
-
-
-def _may_start_now(failed: Future[GrammarCompiler]) -> bool:
-    """Whether a start has failed for a reason that may have passed."""
-    return failed.done() and not isinstance(failed.exception(), UnsupportedTokenizer | None)

@@ -2,14 +2,18 @@
 
 from dataclasses import dataclass, field
 
+import structlog
 import torch
 
+from base.device import check_device
 from control.prompt_logprobs import PromptLogprobTable
 from decode_node.request import Request, RequestState
-from engine.chunked import ChunkedPrefill, PrefillJob, QueuedLogprobs
+from engine.chunked import ChunkedPrefill, PrefillJob, PrefillStep, QueuedLogprobs
 from hisparse.coordinator import HiSparseCoordinator
 from hisparse.swap_in import StagedKV
 from model.sparse_model import SparseModel
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False)
@@ -34,8 +38,6 @@ class LocalPrefill:
         self._model = model
         self._prefill = prefill
         self._coordinator = coordinator
-        self.at_risk: list[Request] = []
-        """Whom an error in `step` costs, as far as they are in state LOCAL_PREFILL."""
         self._jobs: dict[str, LocalJob] = {}
         self._queued: torch.cuda.Event | None = None
         """The end of the last forward pass, on a CUDA device."""
@@ -77,15 +79,27 @@ class LocalPrefill:
         self._prefill.release(job)
         return True
 
-    def step(self) -> None:
-        """Queue one chunk, unless the one before is still being computed. Finished prompts are copied to the host."""
+    def step(self) -> list[tuple[Request, str]]:
+        """Queue one chunk, unless the one before is still being computed. Finished prompts are copied to the host.
+
+        Returns requests that an error has cost, which the caller must end, and why. Raises DeviceFailed.
+        """
         if self._queued is not None and not self._queued.query():  # type: ignore[no-untyped-call]
-            return
-        self.at_risk = [job.request for job in self._jobs.values()]
-        self._prefill.start_waiting()
-        if (step := self._prefill.plan()) is None:
-            return
-        self.at_risk = [job.request for job, _ in step.chunks]
+            return []
+        at_risk = list(self._jobs.values())
+        try:
+            self._prefill.start_waiting()
+            if (step := self._prefill.plan()) is not None:
+                at_risk = [job for job, _ in step.chunks]
+                self._compute(step)
+        except Exception as error:
+            log.exception("local prefill failed")
+            check_device(self._prefill.pool.kv.device)
+            failed = [job.request for job in at_risk if job.request.state is RequestState.LOCAL_PREFILL]
+            return [(request, f"prefill failed: {error}") for request in failed]
+        return []
+
+    def _compute(self, step: PrefillStep[LocalJob]) -> None:
         for job, queued in step.compute(self._model).items():
             job.queued.append(queued)
         if self._prefill.pool.kv.is_cuda:
@@ -96,17 +110,20 @@ class LocalPrefill:
             if not job.remaining:
                 self._stage(job)
 
-    def staged(self) -> tuple[list[Request], list[tuple[Request, Exception]]]:
+    def staged(self) -> tuple[list[Request], list[tuple[Request, str]]]:
         """Requests whose copy has ended: those that landed and own their host slots again, and those whose copy failed,
-        which the caller must end."""
+        which the caller must end, and why."""
         staged = self._coordinator.staging.poll()
         landed = []
-        failed = [(self._jobs[request_id].request, error) for request_id, error in staged.failed.items()]
+        failed = [
+            (self._jobs[request_id].request, f"copying the prompt's KV to host memory failed: {error}")
+            for request_id, error in staged.failed.items()
+        ]
         for request_id in staged.landed:
             job = self._jobs.pop(request_id)
             job.request.move(RequestState.LANDED)
             if reason := _take_logprobs(job):
-                failed.append((job.request, ValueError(reason)))
+                failed.append((job.request, f"prefill failed: {reason}"))
             else:
                 landed.append(job.request)
         return landed, failed
@@ -121,10 +138,10 @@ class LocalPrefill:
             rows=job.cache.rows(job.on_host, job.num_tokens),
             release=lambda: self._prefill.release(job),
         )
-        request.move(RequestState.STAGING)
         self._coordinator.admit_request_into_staging(
             request.request_id, request.host_slots, staged, job.num_tokens, job.on_host
         )
+        request.move(RequestState.STAGING)
 
 
 def _take_logprobs(job: LocalJob) -> str | None:

@@ -5,7 +5,6 @@ import time
 import structlog
 from prometheus_client import Counter, Gauge
 
-from base.device import DeviceFailed
 from base.phase import Phase
 from control.membership import Membership
 from control.messages import (
@@ -71,14 +70,14 @@ class DecodeNode:
     def run(self) -> None:
         """Serve until told to stop; then finish what streams, hand over the rest, and end what is left.
 
-        Raises DeviceFailed if the device does not work any more, and GroupFailed if the group does not, both after the
-        gateways were told to go elsewhere.
+        Raises DeviceFailed if the device does not work any more, GroupFailed if the group does not, and whatever else
+        ends the loop, after the gateways were told to go elsewhere.
         """
         try:
             self._run()
-        except (GroupFailed, DeviceFailed) as failure:
+        except Exception as failure:
             self._shell.leave()
-            self._scheduler.end_streams(str(failure))
+            self._scheduler.end_streams(str(failure) or repr(failure))
             if isinstance(failure, GroupFailed):
                 self._ranks.report(str(failure))
             raise
@@ -222,7 +221,8 @@ class DecodeNode:
         for request in suspects:
             self._scheduler.end(request, "error", f"its tokens may be wrong (swap-in violations: {violations})")
         # So may the KV of those that ended since the last look.
-        self._scheduler.forget_prefixes()
+        if (prefixes := self._coordinator.host.prefixes) is not None:
+            prefixes.clear()
 
 
 def _set_by_state(gauge: Gauge, used: int, resident: int, filling: int) -> None:

@@ -22,7 +22,7 @@ from base.metrics import Metrics
 from control.messages import DraftCounts, FinishReason, Output, Outputs, Peer, Token
 from control.plane import ControlPlane
 from control.prompt_logprobs import PromptLogprobTable
-from decode_node.request import Request
+from decode_node.request import Request, RequestState
 
 log = structlog.get_logger(__name__)
 
@@ -148,6 +148,13 @@ class OutputStream:
         interval = (now - request.last_token_at) / len(token_ids) if start > request.resumed_at else None
         if interval is None:
             self._metrics.ttft.observe(now - request.arrived)
+            self._metrics.note_stages(
+                len(request.generate.prompt_ids),
+                queue=request.spent[RequestState.WAITING],
+                admission=request.spent[RequestState.LANDED],
+                first_step=now - request.moved_at,
+            )
+            request.stage.record("first step", request.moved_at)
         request.last_token_at = now
         self._new_tokens += len(token_ids)
         stream = self._stream_of(request)

@@ -134,7 +134,8 @@ class PrefillNodes:
         if self._replaced_after(node, attempt.dispatched_at):
             return f"prefill node {node.address} was restarted"
         if now - heard > SILENCE_S:
-            self.suspect(node, now)
+            # It is passed over until it answers a ping that is sent later.
+            self._faults_of(node).silent_since = now
             return f"prefill node {node.address} is silent"
         if now - attempt.progressed_at <= self._patience:
             return None
@@ -142,10 +143,6 @@ class PrefillNodes:
         faults.is_stuck, faults.stuck_in = True, attempt.current_pass
         missing = "not accepted it" if attempt.state is AttemptState.REQUESTED else "made no progress"
         return f"prefill node {node.address} has {missing} for {self._patience:g} s"
-
-    def suspect(self, node: Peer, now: float) -> None:
-        """Pass the node over until it answers a ping that is sent later: it was silent although it has work."""
-        self._faults_of(node).silent_since = now
 
     def is_healthy(self, node: Peer) -> bool:
         faults = self._faults.get(node, _Faults())

@@ -105,13 +105,27 @@ class Quarantine:
         So, too, prefixes that are leased to attempts that have ended.
         """
         now = time.monotonic()
+
+        def entry(key: AttemptId, slots: int, since: float | None, peer: Peer, **more: Any) -> QuarantinedReservation:
+            heard = self._control.last_heard(peer.boot_id)
+            return QuarantinedReservation(
+                request_id=key.request_id,
+                epoch=key.epoch,
+                slots=slots,
+                quarantined_s=now - (since or now),
+                writer=peer.address,
+                boot_id=peer.boot_id,
+                last_heard_s=None if heard is None else now - heard,
+                **more,
+            )
+
         found = [
-            self._entry(r.key, r.num_slots, r.quarantined_at, writer.peer, now, free_after=writer.free_after)
+            entry(r.key, r.num_slots, r.quarantined_at, writer.peer, free_in_s=writer.seconds_left(now))
             for r in self._reservations.quarantined
             for writer in r.writers
         ]
         found += [
-            self._entry(attempt.id, len(lease.slots), attempt.ended_at, reader, now, "reads")
+            entry(attempt.id, len(lease.slots), attempt.ended_at, reader, access="reads", free_in_s=None)
             for attempt, lease in self._reads.orphaned
             for reader in lease.readers
         ]
@@ -144,35 +158,12 @@ class Quarantine:
             boot_id=boot_id,
             reservations=len(mine) + len(leases),
             slots=sum(reservation.num_slots for reservation in mine) + sum(len(lease.slots) for lease in leases),
-            free_in_s=max(0.0, max((writer.free_after or now for writer in writers), default=now) - now),
+            free_in_s=max((writer.seconds_left(now) or 0.0 for writer in writers), default=0.0),
             also_written_by=sorted({writer.peer.boot_id for r in mine for writer in r.writers if writer.may_post}),
             also_read_by=sorted({reader.boot_id for lease in leases for reader in lease.readers}),
         )
         log.warning("evicted by an operator", forced=force, **eviction.model_dump(exclude={"warning"}))
         return eviction
-
-    def _entry(
-        self,
-        key: AttemptId,
-        num_slots: int,
-        since: float | None,
-        peer: Peer,
-        now: float,
-        access: Literal["writes", "reads"] = "writes",
-        free_after: float | None = None,
-    ) -> QuarantinedReservation:
-        heard = self._control.last_heard(peer.boot_id)
-        return QuarantinedReservation(
-            request_id=key.request_id,
-            epoch=key.epoch,
-            slots=num_slots,
-            quarantined_s=now - (since or now),
-            writer=peer.address,
-            boot_id=peer.boot_id,
-            access=access,
-            last_heard_s=None if heard is None else now - heard,
-            free_in_s=None if free_after is None else max(0.0, free_after - now),
-        )
 
 
 @dataclass(frozen=True)

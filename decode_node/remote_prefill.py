@@ -260,7 +260,7 @@ class RemotePrefill:
             if reason := attempt.rejection_reason(message):
                 self._fail(attempt, reason)
                 return
-            if not attempt.has(chunk := chunk_of(message)):
+            if (chunk := chunk_of(message)) not in attempt.taken:
                 if message.checksums and not self._verify(Verification(attempt, chunk, message.checksums)):
                     # The verifier is busy: the node repeats its message.
                     return

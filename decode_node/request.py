@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -159,9 +160,10 @@ class Request:
 
     @property
     def lacks_logprobs(self) -> bool:
-        """Whether its next prefill has to compute log probabilities of its prompt."""
+        """Whether its next prefill has to compute log probabilities of its prompt. They come before the first token, so
+        another node has sent those of a request that goes on here."""
         asked = self.generate.prompt_logprobs is not None and len(self.generate.prompt_ids) > 1
-        return asked and self.prompt_logprobs is None
+        return asked and self.prompt_logprobs is None and not self.resumed_at
 
     def has_prompt_of(self, other: "Request") -> bool:
         """Whether their prompts are the same, and may be shared. Those of one message are one object."""
@@ -252,9 +254,10 @@ class RequestTable(dict[str, Request]):
     """
 
     def add(self, request: Request) -> None:
-        later = [other for other in self.values() if other.generate.priority > request.generate.priority]
+        priority = request.generate.priority
+        later = [*takewhile(lambda other: other.generate.priority > priority, reversed(self.values()))]
         self[request.request_id] = request
-        for other in later:
+        for other in reversed(later):
             self[other.request_id] = self.pop(other.request_id)
 
     def donors(self) -> dict[str, Request]:
@@ -265,6 +268,10 @@ class RequestTable(dict[str, Request]):
             if group and request.state is not RequestState.WAITING and (group not in donors or request.has_kv):
                 donors[group] = request
         return donors
+
+    def has_waiting(self, count: int) -> bool:
+        """Whether at least so many are in state WAITING. Takes no time if there are fewer in all."""
+        return len(self) >= count and len(self.in_state(RequestState.WAITING)) >= count
 
     def in_state(self, *states: RequestState) -> list[Request]:
         return [request for request in self.values() if request.state in states]

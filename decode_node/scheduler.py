@@ -84,10 +84,10 @@ class Scheduler:
             return Rejected(request_id=request_id, code="too_long", reason=reason)
         if self._draining:
             return Rejected(request_id=request_id, code="draining", reason="the decode node is draining")
-        if len(self.requests.in_state(RequestState.WAITING)) >= self._limits.max_waiting:
+        if self.requests.has_waiting(self._limits.max_waiting):
             # Some of them may not need to wait any longer.
             self._start_prefills()
-        if len(self.requests.in_state(RequestState.WAITING)) >= self._limits.max_waiting:
+        if self.requests.has_waiting(self._limits.max_waiting):
             reason = f"{self._limits.max_waiting} requests are waiting already"
             return Rejected(request_id=request_id, code="queue_full", reason=reason, retry_after=1.0)
         now = time.monotonic()
@@ -167,7 +167,8 @@ class Scheduler:
         cached take no slots, so nothing else would bound how many wait to be admitted.
         """
         queue = self.requests.in_state(RequestState.WAITING, RequestState.LANDED)
-        donors = self.requests.donors() if any(not request.has_kv for request in queue) else {}
+        is_shared = any(request.generate.group and not request.has_kv for request in queue)
+        donors = self.requests.donors() if is_shared else {}
         landed = 0
         for request in queue:
             if request.has_kv:
@@ -202,20 +203,13 @@ class Scheduler:
     def _advance_local_prefill(self) -> None:
         if self._local is None or not self._local.has_work:
             return
-        try:
-            self._local.step()
-        except Exception as error:
-            log.exception("local prefill failed")
-            self._runner.check_device()
-            for request in self._local.at_risk:
-                if request.state is RequestState.LOCAL_PREFILL:
-                    self.end(request, "error", f"prefill failed: {error}")
-        landed, broken = self._local.staged()
+        failed = self._local.step()
+        landed, not_copied = self._local.staged()
         for request in landed:
             self.slots.landed(request, 0)
             log.debug("staged", request_id=request.request_id, tokens=request.kv_tokens)
-        for request, failure in broken:
-            self.end(request, "error", f"copying the prompt's KV to host memory failed: {failure}")
+        for request, reason in (*failed, *not_copied):
+            self.end(request, "error", reason)
 
     def _admit(self) -> bool:
         """Start to run requests whose KV is in host memory, in order; none overtakes but those that wait for a
@@ -254,8 +248,6 @@ class Scheduler:
             self.end(request, "error", f"decode step failed: {violation}")
             return
         if taken := len(request.generated) - had:
-            if not had:
-                self._note_first_step(request)
             self.outputs.tokens(request, computed.token_ids[:taken], reason, computed.reported[:taken])
         if reason is not None:
             self._close(request, reason)
@@ -263,15 +255,6 @@ class Scheduler:
             self.end(request, "invalid", str(computed.failure))
         elif computed.failure is not None:
             self.end(request, "error", f"decode step failed: {computed.failure}")
-
-    def _note_first_step(self, request: Request) -> None:
-        self._metrics.note_stages(
-            len(request.generate.prompt_ids),
-            queue=request.spent[RequestState.WAITING],
-            admission=request.spent[RequestState.LANDED],
-            first_step=time.monotonic() - request.moved_at,
-        )
-        request.stage.record("first step", request.moved_at)
 
     def _step_failed(self, request_ids: Sequence[str], error: Exception) -> None:
         for request_id in request_ids:
@@ -328,11 +311,6 @@ class Scheduler:
         )
 
     # --- state ---
-
-    def forget_prefixes(self) -> None:
-        """Drop cached blocks that are not in use: some of their KV may be wrong."""
-        if (prefixes := self._coordinator.host.prefixes) is not None:
-            prefixes.clear()
 
     def take_stepped(self) -> list[Request]:
         """Requests, retracted ones included, that were in a step since the last call and have not ended."""

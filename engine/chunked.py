@@ -1,6 +1,6 @@
 """Chunked prefill: prompts computed in chunks, several requests in one forward pass."""
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -123,8 +123,8 @@ class ChunkedPrefill(Generic[JobT]):
         self.chunk_size = chunk_size
         self.pool = pool
         self.pages = cache or PageCache(pool)
-        self._waiting: deque[JobT] = deque()
-        self._running: deque[JobT] = deque()
+        self._waiting: OrderedDict[JobT, None] = OrderedDict()
+        self._running: OrderedDict[JobT, None] = OrderedDict()
 
     @property
     def queued_tokens(self) -> int:
@@ -145,13 +145,12 @@ class ChunkedPrefill(Generic[JobT]):
 
     def add(self, job: JobT) -> None:
         job.cached = self.pages.find(job.token_ids.numpy(), job.salt) if job.reuse else 0
-        self._waiting.append(job)
+        self._waiting[job] = None
 
     def forget(self, job: JobT) -> None:
         """Compute no more of the job; its pages stay until `release`."""
-        for queue in (self._waiting, self._running):
-            if job in queue:
-                queue.remove(job)
+        self._waiting.pop(job, None)
+        self._running.pop(job, None)
 
     def release(self, job: JobT) -> None:
         """Give the job's pages back, finished or not."""
@@ -164,14 +163,14 @@ class ChunkedPrefill(Generic[JobT]):
         """Start waiting jobs, in their order, while there are pages. Returns those of which something is left."""
         started = []
         while self._waiting:
-            job = self._waiting[0]
+            job = next(iter(self._waiting))
             job.lease = self.pages.lend(job.token_ids.numpy(), job.salt, job.reuse)
             if job.lease is None:
                 break
-            self._waiting.popleft()
+            del self._waiting[job]
             self._use_cached(job, job.lease)
             if job.remaining:
-                self._running.append(job)
+                self._running[job] = None
                 started.append(job)
         return started
 
@@ -202,7 +201,7 @@ class ChunkedPrefill(Generic[JobT]):
                 continue
             self.rematch_prefix(job)
             if not job.remaining:
-                self._running.remove(job)
+                del self._running[job]
                 continue
             length = min(budget, job.remaining)
             budget -= length
@@ -217,8 +216,8 @@ class ChunkedPrefill(Generic[JobT]):
             job.computed = chunk.stop
             if job.lease is not None:
                 self.pages.insert(job.lease, chunk.stop)
-            if not job.remaining and job in self._running:
-                self._running.remove(job)
+            if not job.remaining:
+                self._running.pop(job, None)
 
     def _use_cached(self, job: JobT, lease: PageLease) -> None:
         """The job goes on after the prefix that its lease has found."""

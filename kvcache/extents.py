@@ -1,6 +1,7 @@
 """Which slots of a pool are free: contiguity-first allocation with a reference count per slot."""
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -36,9 +37,7 @@ def expand(extents: Iterable[Extent]) -> npt.NDArray[np.int64]:
 
 def extents_of(slots: npt.NDArray[np.integer]) -> tuple[Extent, ...]:
     """Slots [n] as extents, in their order."""
-    numbers = slots.astype(np.int64, copy=False)
-    runs = plan_runs(numbers, numbers)
-    return tuple(map(Extent, runs.sources.tolist(), runs.lengths.tolist()))
+    return tuple(Extent(start, length) for start, _, length in common_runs(slots, slots))
 
 
 def common_runs(a: npt.NDArray[np.integer], b: npt.NDArray[np.integer]) -> list[tuple[int, int, int]]:
@@ -111,18 +110,20 @@ NO_SLOTS = HostSlots(())
 class SlotAllocator:
     """Hands out slots [0, num_slots) in as few extents as possible and takes them back when nobody refers to them.
 
-    Free extents are kept coalesced and sorted twice, by start (to find neighbours) and by length (to find the best
-    fit). An operation costs a bisection and one list insertion per extent, whatever the number of slots.
-    Not thread-safe: one thread owns a pool.
+    Free extents are kept coalesced, by start and by stop (to find neighbours) and by length (to find the best fit). An
+    operation costs the same per extent, whatever the number of slots and of free extents; only the list of different
+    lengths is sorted. Not thread-safe: one thread owns a pool.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.free = 0
         self._references = np.zeros(num_slots, dtype=np.int32)
-        self._starts: list[int] = []
-        self._by_length: list[tuple[int, int]] = []
         self._length_at: dict[int, int] = {}
+        self._start_before: dict[int, int] = {}
+        self._starts_of: dict[int, OrderedDict[int, None]] = {}
+        """By length, the earliest freed first."""
+        self._lengths: list[int] = []
         if num_slots:
             self._give(Extent(0, num_slots))
 
@@ -142,8 +143,8 @@ class SlotAllocator:
             return None
         taken: list[Extent] = []
         while count:
-            fit = bisect_left(self._by_length, (count, 0))
-            length, start = self._by_length[min(fit, len(self._by_length) - 1)]
+            length = self._lengths[min(bisect_left(self._lengths, count), len(self._lengths) - 1)]
+            start = next(iter(self._starts_of[length]))
             self._remove(start)
             extent = Extent(start, min(count, length))
             if extent.length < length:
@@ -167,9 +168,7 @@ class SlotAllocator:
         for extent in extents:
             references = self._held(extent)
             references -= 1
-            dropped = np.concatenate(([False], references == 0, [False]))
-            edges = np.flatnonzero(dropped[1:] != dropped[:-1])
-            for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+            for begin, end in _runs(references == 0):
                 self._give(Extent(extent.start + begin, end - begin))
 
     def num_owned_once(self, extents: Iterable[Extent]) -> int:
@@ -182,19 +181,14 @@ class SlotAllocator:
             raise SlotAccountingError(f"{np.count_nonzero(self._references[slots] == 0)} slots are owned and free")
 
     def check_integrity(self) -> None:
-        """Raise SlotAccountingError unless free extents are disjoint, coalesced and exactly the unreferenced slots."""
-        previous_stop = -1
-        for start in self._starts:
-            length = self._length_at[start]
-            if start <= previous_stop or self._references[start : start + length].any():
-                raise SlotAccountingError(f"free extent [{start}, {start + length}) overlaps or is referenced")
-            previous_stop = start + length
-        free = sum(self._length_at.values())
-        unreferenced = int(np.count_nonzero(self._references == 0))
-        by_length = sorted((length, start) for start, length in self._length_at.items())
-        if not free == unreferenced == self.free or by_length != self._by_length:
+        """Raise SlotAccountingError unless free extents are the longest runs of unreferenced slots, in all tables."""
+        runs = {start: stop - start for start, stop in _runs(self._references == 0)}
+        before = {start + length: start for start, length in self._length_at.items()}
+        by_length = {start: length for length in self._lengths for start in self._starts_of[length]}
+        if not runs == self._length_at == by_length or before != self._start_before or self.free != sum(runs.values()):
             raise SlotAccountingError(
-                f"{free} slots in free extents, {unreferenced} unreferenced, {self.free} counted as free"
+                f"{sum(self._length_at.values())} slots in {len(self._length_at)} free extents, "
+                f"{sum(runs.values())} unreferenced in {len(runs)}, {self.free} counted as free"
             )
 
     def _held(self, extent: Extent) -> npt.NDArray[np.int32]:
@@ -211,23 +205,31 @@ class SlotAllocator:
         """Make unreferenced slots free, joined with their free neighbours."""
         self.free += extent.length
         start, stop = extent.start, extent.stop
-        after = bisect_right(self._starts, start)
-        if after < len(self._starts) and self._starts[after] == stop:
+        if stop in self._length_at:
             stop += self._remove(stop)
-        if after > 0:
-            before = self._starts[after - 1]
-            if before + self._length_at[before] == start:
-                self._remove(before)
-                start = before
+        if start in self._start_before:
+            start -= self._remove(self._start_before[start])
         self._insert(Extent(start, stop - start))
 
     def _insert(self, extent: Extent) -> None:
-        insort(self._starts, extent.start)
-        insort(self._by_length, (extent.length, extent.start))
         self._length_at[extent.start] = extent.length
+        self._start_before[extent.stop] = extent.start
+        if extent.length not in self._starts_of:
+            insort(self._lengths, extent.length)
+            self._starts_of[extent.length] = OrderedDict()
+        self._starts_of[extent.length][extent.start] = None
 
     def _remove(self, start: int) -> int:
         length = self._length_at.pop(start)
-        del self._starts[bisect_left(self._starts, start)]
-        del self._by_length[bisect_left(self._by_length, (length, start))]
+        del self._start_before[start + length], self._starts_of[length][start]
+        if not self._starts_of[length]:
+            del self._starts_of[length], self._lengths[bisect_left(self._lengths, length)]
         return length
+
+
+def _runs(marked: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Where runs of marked entries begin and end."""
+    framed = np.zeros(len(marked) + 2, dtype=np.bool_)
+    framed[1:-1] = marked
+    edges = np.flatnonzero(framed[1:] != framed[:-1]).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))

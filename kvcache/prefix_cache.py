@@ -87,7 +87,8 @@ class PrefixCache:
         """Evict the least recently used blocks, until `slots` more slots are free or every block is held."""
         values = self.blocks.evict(-(-slots // self._block_slots))
         before = self._slots.free
-        self._slots.release(extents_of(values.ravel()))
+        # In order: blocks of one prompt, whose last goes first, are mostly one extent.
+        self._slots.release(extents_of(np.sort(values.ravel())))
         if (freed := self._slots.free - before) != values.size:
             raise SlotAccountingError(f"of {values.size} slots that nobody held {freed} are free now")
 

@@ -140,7 +140,7 @@ class PrefillEndpoint:
             self._refuse(decode, attempt, reason)
         else:
             self._planner.start(decode, request)
-            self._decode_nodes.watch(attempt.decode for attempt in self._held.values())
+            self._decode_nodes.watch([decode])
             log.debug("queued", tokens=len(request.token_ids), **attempt.log_fields)
 
     def _refuse(self, decode: Peer, attempt: AttemptId, reason: str) -> None:

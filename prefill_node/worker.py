@@ -76,7 +76,6 @@ class PrefillWorker:
         self._last_step = 0, self._over
 
     def take(self, order: Order) -> None:
-        """See Worker."""
         match order:
             case Step():
                 self._start(order)

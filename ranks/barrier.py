@@ -116,9 +116,9 @@ class GroupBarrier(StepBarrier):
             if now >= look_at:
                 self._wake_and_check()
                 look_at = now + _LOOK_EVERY_S
-            if now - started > self._timeout:
-                missing = next(other for other in self._others if self._status.posted(other, self.round) is None)
-                raise GroupFailed(f"rank {missing} did not come to step {self.round} within {self._timeout:g} s")
+            for other in self._others if now - started > self._timeout else ():
+                if self._status.posted(other, self.round) is None:
+                    raise GroupFailed(f"rank {other} did not come to step {self.round} within {self._timeout:g} s")
             if now - started < self._spin:
                 # The shortest sleep takes 50 us and more.
                 os.sched_yield()

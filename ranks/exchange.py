@@ -62,17 +62,14 @@ class GroupExchange(Exchange):
             dist.destroy_process_group()
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """See Exchange."""
         gathered = rows.new_empty(self._size * len(rows), *rows.shape[1:])
         self._all_gather(gathered, rows.contiguous())
         return gathered
 
     def own(self, count: int) -> range:
-        """See Exchange."""
         return range(self._rank * count, (self._rank + 1) * count)
 
     def reduce(self, parts: torch.Tensor) -> torch.Tensor:
-        """See Exchange."""
         count = len(parts) // self._size
         if parts.is_cuda:
             reduced = parts.new_empty(count, *parts.shape[1:])

@@ -10,10 +10,12 @@ both.
 import hashlib
 import hmac
 import json
+import queue
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -31,6 +33,7 @@ log = structlog.get_logger(__name__)
 MEETING_S = 600.0
 """How long the hosts of a group wait for each other: one may have to fetch an image first."""
 _AGAIN_S = 1.0
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -130,25 +133,11 @@ def _connect(place: RankPlace, store: Store, secret: bytes, until: float) -> Mee
     with socket.create_server((address, 0), backlog=2 * place.size) as server:
         at = server.getsockname()
         store.set(f"at/{place.rank}", json.dumps(at))
-        for caller in _outgoing(place):
+        for caller in (caller for caller in _callers(place) if caller.rank == place.rank):
             found[caller], clock = _called(store, key, caller)
             if caller.to == 0:
                 ahead = clock
-        incoming = _incoming(place)
-        while not incoming <= found.keys():
-            server.settimeout(max(0.0, until - time.monotonic()))
-            connection, (host, _) = server.accept()
-            _tune(connection)
-            try:
-                who, session = accept(connection, key, place.rank, at)
-            except HandshakeFailed as failed:
-                log.warning("a stranger connected to the group", address=host, reason=str(failed))
-                continue
-            if who in incoming - found.keys():
-                found[who] = session
-            else:
-                log.warning("a rank connected to the group that is not expected", address=host, rank=who.rank)
-                session.close()
+        found |= _accepted(place, server, key, until)
     for session in found.values():
         session.be_patient(0)
     log.info("connected to the ranks of other hosts", connections=len(found), address=address)
@@ -158,6 +147,37 @@ def _connect(place: RankPlace, store: Store, secret: bytes, until: float) -> Mee
         for purpose in Purpose
     )
     return Meeting(store, links, _inherited_lines(place) | lines, interface_of(address), ahead)
+
+
+def _accepted(place: RankPlace, server: socket.socket, key: bytes, until: float) -> dict[Caller, SealedSocket]:
+    """Sessions with the ranks that connect to this one, each made on a thread: strangers may say nothing, and a rank
+    that waited for them would give up."""
+    at, expected = server.getsockname(), {caller for caller in _callers(place) if caller.to == place.rank}
+    found: dict[Caller, SealedSocket] = {}
+    met: queue.SimpleQueue[tuple[Caller, SealedSocket]] = queue.SimpleQueue()
+
+    def shake_hands(connection: socket.socket, host: str) -> None:
+        try:
+            _tune(connection)
+            met.put(accept(connection, key, place.rank, at))
+        except (HandshakeFailed, OSError) as failed:
+            log.warning("a stranger connected to the group", address=host, reason=str(failed))
+
+    server.settimeout(_LOOK_S)
+    while not expected <= found.keys():
+        if time.monotonic() > until:
+            raise TimeoutError("timed out")
+        with suppress(TimeoutError, ConnectionAbortedError):
+            connection, (host, _) = server.accept()
+            threading.Thread(target=shake_hands, args=(connection, host), name="handshake", daemon=True).start()
+        while not met.empty():
+            who, session = met.get()
+            if who in expected - found.keys():
+                found[who] = session
+            else:
+                log.warning("a rank connected to the group that is not expected", rank=who.rank)
+                session.close()
+    return found
 
 
 def _inherited_lines(place: RankPlace) -> dict[int, SealedSocket]:
@@ -182,16 +202,11 @@ def _called(store: Store, key: bytes, caller: Caller) -> tuple[SealedSocket, flo
         ) from failed
 
 
-def _outgoing(place: RankPlace) -> Iterator[Caller]:
-    yield from (Caller(Purpose.LINK, place.rank, other) for other in place.counterparts if other < place.rank)
-    if place.host and place.lines:
-        yield Caller(Purpose.LINE, place.rank, 0)
-
-
-def _incoming(place: RankPlace) -> set[Caller]:
-    links = {Caller(Purpose.LINK, other, place.rank) for other in place.counterparts if other > place.rank}
-    lines = range(place.per_host, place.size) if place.rank == 0 and place.lines else ()
-    return links | {Caller(Purpose.LINE, other, 0) for other in lines}
+def _callers(place: RankPlace) -> list[Caller]:
+    """Who calls whom, of the sessions of this rank with those of other hosts: the later rank the earlier one."""
+    links = [Caller(Purpose.LINK, max(place.rank, other), min(place.rank, other)) for other in place.counterparts]
+    lines = [Caller(Purpose.LINE, other, 0) for other in range(place.per_host, place.size) if place.lines]
+    return links + [line for line in lines if place.rank in (0, line.rank)]
 
 
 def _tune(connection: socket.socket) -> None:

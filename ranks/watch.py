@@ -45,10 +45,17 @@ class RankWatch:
         self._step_timeout = step_timeout
         self._wake = wake
         self._beat_s = min(_LONGEST_BEAT_S, step_timeout / 8)
-        self._ends = {os.pidfd_open(pid): other for other, pid in enumerate(pids) if pid and other != rank}
         self._far = [other for other, pid in enumerate(pids) if not pid]
         """Ranks of other hosts, whose end is reported in the status (`ReplicatedStatus`)."""
         self._dead: int | None = None
+        self._ends: dict[int, int] = {}
+        """Ranks of this host, by a pidfd of each."""
+        for other, pid in enumerate(pids):
+            if pid and other != rank:
+                try:
+                    self._ends[os.pidfd_open(pid)] = other
+                except ProcessLookupError:
+                    self._dead = other
         self._lost_at: float | None = None
         """When a rank of another host was found to have ended."""
         self._serving = False

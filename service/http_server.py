@@ -125,15 +125,13 @@ class HttpServer(uvicorn.Server):
                     "ssl_handshake_timeout": self.limits.header_timeout,
                     "ssl_shutdown_timeout": _TLS_SHUTDOWN_S,
                 }
-            await asyncio.get_running_loop().connect_accepted_socket(self._protocol, connection, **tls)
+            protocol = partial(GuardedConnection, self.config, self.server_state, self.lifespan.state, self)
+            await asyncio.get_running_loop().connect_accepted_socket(protocol, connection, **tls)
         except OSError:
             self.closed()
             if self._tls is not None:
                 # Not TLS, no version in common, the certificate is not trusted, or the handshake took too long.
                 self.refused.labels(reason="tls_handshake").inc()
-
-    def _protocol(self) -> GuardedConnection:
-        return GuardedConnection(self.config, self.server_state, self.lifespan.state, self)
 
     def closed(self) -> None:
         self._open_connections -= 1

@@ -17,7 +17,7 @@ from transfer.memory import BufferInfo, RemotePool, Session
 from transfer.planner import NO_LIMIT, Descriptors
 from transfer.ports import listening_ports
 from transfer.transport import TransferEndpoint, TransportKind
-from transfer.writer import Outcome, Pending
+from transfer.writer import Channel, Outcome, Pending
 
 log = structlog.get_logger(__name__)
 
@@ -116,7 +116,7 @@ class KVTransferEngine(TransferEndpoint):
         return MooncakeChannel(self.mooncake, session, self._patience_s, reading)
 
 
-class MooncakeChannel:
+class MooncakeChannel(Channel):
     """Writes to one session, or reads from it (`reading`). Each descriptor is submitted and polled on its own.
 
     A failed batch call proves nothing about its other descriptors, which may land later. Mooncake's synchronous calls
@@ -155,12 +155,6 @@ class MooncakeChannel:
         if self._reading:
             return int(self._engine.batch_transfer_async_read(self._name, [destination], [source], [length]))
         return int(self._engine.transfer_submit_write(self._name, source, destination, length))
-
-    def check(self) -> None:
-        """Nothing to do: what ended well was acknowledged by the other process."""
-
-    def close(self) -> None:
-        """Nothing to do: Mooncake keeps its own connections."""
 
 
 @dataclass

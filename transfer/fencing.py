@@ -69,6 +69,10 @@ class Writer(Generic[ProcessT]):
     def may_post(self) -> bool:
         return self.free_after is None
 
+    def seconds_left(self, now: float) -> float | None:
+        """Of its grace; None while it may post."""
+        return None if self.free_after is None else max(0.0, self.free_after - now)
+
     def end(self, now: float) -> None:
         """The process posts nothing more. The first call counts."""
         if self.free_after is None:
@@ -87,10 +91,6 @@ class Reservation(Generic[KeyT, ProcessT, ResourceT]):
     state: ReservationState = ReservationState.WRITABLE
     quarantined_at: float | None = None
     can_wait_s: float = 0.0
-
-    @property
-    def may_be_posted_to(self) -> bool:
-        return any(writer.may_post for writer in self.writers)
 
     def writers_of(self, boot_id: str) -> list[Writer[ProcessT]]:
         return [writer for writer in self.writers if writer.peer.boot_id == boot_id]
@@ -198,7 +198,7 @@ class ReservationTable(Generic[KeyT, ProcessT, ResourceT]):
         if not reservation.writers:
             del self._table[key]
             self._release(reservation.resource)
-        return bool(spoken_for) and not reservation.may_be_posted_to
+        return bool(spoken_for) and not any(writer.may_post for writer in reservation.writers)
 
     def writer_gone(self, boot_id: str, now: float) -> None:
         """That process is proved dead, or gone for good by an operator's word. That counts for what is quarantined.

@@ -76,10 +76,11 @@ class Channel(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise TransferError if the process on the other side has ended."""
-        ...
+        """Raise TransferError if the process on the other side has ended. Not if it acknowledges what ended well."""
+        return
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return
 
 
 @dataclass(eq=False)

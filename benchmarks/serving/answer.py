@@ -41,6 +41,10 @@ def is_token_id(value: object) -> bool:
     return type(value) is int and 0 <= value < MOST_TOKEN_IDS
 
 
+MOST_LINE_BYTES = 16 << 20
+"""Of a stream. A token with twenty alternatives takes some kilobytes."""
+
+
 class StreamFailed(Exception):
     """The stream does not say what it should. `kind` is what such failures are counted by."""
 
@@ -59,7 +63,12 @@ class EventReader:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
+        """Raises StreamFailed for a line without an end."""
         *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MOST_LINE_BYTES:
+            raise StreamFailed(
+                "malformed event", f"expected lines of at most {MOST_LINE_BYTES} bytes, found a longer one"
+            )
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 

@@ -107,6 +107,13 @@ def test_events_come_out_whole_however_the_bytes_are_cut(size: int) -> None:
     assert events == [b'{"a": 1}', b'{"b": 2}', b"[DONE]"]
 
 
+def test_a_line_without_an_end_is_not_read_for_ever() -> None:
+    reader, piece = EventReader(), bytes(1 << 20)
+    assert [reader.feed(piece) for _ in range(16)] == [[]] * 16
+    with pytest.raises(StreamFailed, match="lines of at most 16777216 bytes"):
+        reader.feed(piece)
+
+
 def taken(*events: dict[str, object]) -> Answer:
     answer = Answer()
     for at, event in enumerate(events):

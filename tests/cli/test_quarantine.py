@@ -77,14 +77,14 @@ def test_list(quarantined: Node, capsys: pytest.CaptureFixture[str], monkeypatch
 def test_evict(quarantined: Node, capsys: pytest.CaptureFixture[str]) -> None:
     run("evict", WRITER.boot_id, "--url", quarantined.url)
     assert "640 slots of 1 reservations will be free in " in capsys.readouterr().out
-    assert [r.may_be_posted_to for r in quarantined.table] == [False]
+    assert [writer.may_post for r in quarantined.table for writer in r.writers] == [False]
 
 
 def test_evict_refuses_a_live_writer_unless_forced(quarantined: Node, refused: Refused) -> None:
     quarantined.control.heard[WRITER.boot_id] = time.monotonic()
     error = refused("quarantine", "evict", WRITER.boot_id, "--url", quarantined.url)
     assert error.startswith("error: 10.0.0.1:8011 (boot id 0123456789abcdef) was heard ")
-    assert [r.may_be_posted_to for r in quarantined.table] == [True]
+    assert [writer.may_post for r in quarantined.table for writer in r.writers] == [True]
     run("evict", WRITER.boot_id, "--url", quarantined.url, "--force")
 
 

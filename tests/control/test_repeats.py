@@ -6,8 +6,9 @@ from itertools import pairwise
 import pytest
 
 from control import repeats
-from control.messages import Leaving, Peer
+from control.messages import Leaving, Peer, Pong
 from control.repeats import SLOWEST_S, Repeats
+from tests.work import calls_of
 
 PEER = Peer(role="prefill", address="127.0.0.1:2", boot_id="peer")
 
@@ -64,8 +65,37 @@ def test_what_nobody_answers_in_time_is_given_up(clock: Clock) -> None:
     table = Repeats(lambda address: None)
     table.add("some", PEER, Leaving(), every=0.5, give_up_after=30.0)
     table.add("other", PEER, Leaving(), every=0.5, give_up_after=math.inf)
-    assert table.take_given_up(clock.now + 29) == []
-    assert [repeated.peer for repeated in table.take_given_up(clock.now + 31)] == [PEER]
-    assert table.take_given_up(clock.now + 31) == []
+    over = clock.now + 30.0
+    while clock.now < over:
+        assert all(repeated.until > clock.now for repeated in table.take_due(clock.now))
+        clock.now = table.next_due
+    assert clock.now == over, "it is given up when its time is over"
+    assert [repeated.until for repeated in table.take_due(clock.now)] == [over]
+    clock.now += 60.0
+    assert [repeated.until for repeated in table.take_due(clock.now)] == [math.inf]
     table.forget("other")
     assert table.next_due == math.inf
+
+
+def test_what_replaces_a_message_is_sent_and_the_message_is_not(clock: Clock) -> None:
+    table = Repeats(lambda address: clock.now)
+    table.add("key", PEER, Leaving(), every=0.5, give_up_after=math.inf)
+    list(table.take_due(clock.now))
+    table.add("key", PEER, Pong(nonce=1), every=0.5, give_up_after=math.inf)
+    assert [repeated.message for repeated in table.take_due(clock.now)] == [Pong(nonce=1)]
+    assert len(sendings(table, clock, 10.0)) == pytest.approx(20, abs=2), "nor twice as often"
+
+
+def test_a_turn_takes_no_longer_if_many_messages_wait_for_an_answer(clock: Clock) -> None:
+    def turn() -> None:
+        assert table.next_due > clock.now
+        assert not list(table.take_due(clock.now))
+
+    work = []
+    for number in (10, 1000):
+        table = Repeats(lambda address: clock.now)
+        for key in range(number):
+            table.add(key, PEER, Leaving(), every=0.5, give_up_after=math.inf)
+        assert len(list(table.take_due(clock.now))) == number
+        work.append(calls_of(turn))
+    assert work[0] == work[1]

@@ -1,6 +1,7 @@
 """How requests end before their time, and that nothing of them stays behind."""
 
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,11 +141,11 @@ def test_a_prompt_that_cannot_be_copied_to_the_host_ends_its_request_alone() -> 
     request = h.scheduler.requests["staged"]
     request.move(RequestState.LOCAL_PREFILL)
     request.move(RequestState.STAGING)
-    failed = [(request, RuntimeError("an illegal address"))]
+    failed = [(request, "an illegal address")]
     local = SimpleNamespace(
         has_work=True,
         is_idle=True,
-        step=lambda: None,
+        step=list,
         staged=lambda: ([], [failed.pop()] if failed else []),
         cancel=lambda request: False,
     )
@@ -169,6 +170,33 @@ def test_a_row_that_cannot_be_set_up_ends_its_request_alone(monkeypatch: pytest.
     assert h.answers == {"other": counted((3,), 8), "adjusts": []}
 
 
+def computes_here(h: World, prefill: Callable[..., None] = lambda *_: None) -> None:
+    """The decode node computes prompts, since no prefill node is left."""
+    pool = PagedKVPool(LAYOUT, num_pages=32, page_size=4, device=h.model.device)
+    model: Any = SimpleNamespace(prefill=prefill)
+    h.scheduler._local = h.scheduler.slots._local = LocalPrefill(model, ChunkedPrefill(pool, 8), h.coordinator)
+    h.remote.nodes.learn(GATEWAY.address, (), {})
+
+
+def test_a_prompt_of_which_no_copy_can_begin_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = World()
+    computes_here(h)
+    start, errors = h.coordinator.staging.start, [MemoryError("out of memory")]
+
+    def start_once(*arguments: Any) -> None:
+        if errors:
+            raise errors.pop()
+        start(*arguments)
+
+    monkeypatch.setattr(h.coordinator.staging, "start", start_once)
+    h.ask("first", prompt=(1, 2, 3))
+    h.turn()
+    h.ask("other", prompt=(1, 2, 3))
+    h.run()
+    assert h.ended == {"first": "error", "other": "length"}
+    assert h.errors["first"] == "prefill failed: out of memory"
+
+
 def test_a_chunk_that_cannot_be_computed_here_ends_its_request_alone() -> None:
     """The others wait for their turn."""
     h, errors = World(), [MemoryError("out of memory")]
@@ -177,10 +205,7 @@ def test_a_chunk_that_cannot_be_computed_here_ends_its_request_alone() -> None:
         if errors:
             raise errors.pop()
 
-    pool = PagedKVPool(LAYOUT, num_pages=32, page_size=4, device=h.model.device)
-    model: Any = SimpleNamespace(prefill=prefill)
-    h.scheduler._local = h.scheduler.slots._local = LocalPrefill(model, ChunkedPrefill(pool, 8), h.coordinator)
-    h.remote.nodes.learn(GATEWAY.address, (), {})
+    computes_here(h, prefill)
     h.ask("large", prompt=(1,) * 30)
     h.ask("other", prompt=(1, 2, 3))
     h.run()

@@ -92,6 +92,24 @@ def test_a_flood_of_messages_takes_many_turns() -> None:
     assert [len(shell.receive(0)) for _ in range(4)] == [256, 256, 88, 0]
 
 
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: out of memory"), AssertionError()])
+def test_whatever_ends_the_loop_the_gateways_are_told_to_go_elsewhere(error: Exception) -> None:
+    """What raises outside of the steps' own passes costs no single request."""
+    harness, shell = World(), Shell(FakeControl(), Metrics())
+
+    def fill_rows() -> None:
+        if len(harness.scheduler.requests) == 2:
+            raise error
+
+    harness.coordinator.fill_rows = fill_rows  # type: ignore[method-assign]
+    for request_id in ("a", "b"):
+        shell.inbox.put((GATEWAY, GENERATE.model_copy(update={"request_id": request_id})))
+    with pytest.raises(type(error)):
+        node_of(harness, shell).run()
+    ends = {one.request_id: (one.finish_reason, one.error) for one in harness.control.outputs() if one.finish_reason}
+    assert ends == dict.fromkeys(("a", "b"), ("lost", str(error) or "AssertionError()"))
+
+
 class Running:
     """A decode node whose loop runs on a thread, with real tiers and a real verifier. The test plays the others."""
 

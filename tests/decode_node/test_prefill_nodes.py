@@ -83,7 +83,7 @@ def test_what_a_silent_gateway_said_is_forgotten_when_others_speak(
 def test_only_nodes_that_take_so_long_a_prompt_are_asked(h: RemoteWorld) -> None:
     h.remote.nodes.learn(GATEWAY.address, (FIRST, SECOND), {"first": 2, "second": 3})
     assert h.remote.nodes.choose(h.request) == SECOND
-    h.remote.nodes.suspect(SECOND, time.monotonic())
+    h.remote.nodes._faults_of(SECOND).silent_since = time.monotonic()
     assert h.remote.nodes.choose(h.request) is None, "it waits for the node that can"
     h.remote.nodes.learn(GATEWAY.address, (FIRST, SECOND), {"first": 2, "second": 2})
     assert h.remote.nodes.choose(h.request) == FIRST, "nobody can, which it will say"

@@ -9,8 +9,10 @@ import torch
 from base.block_hashes import BLOCK_TOKENS
 from control.messages import AttemptId, FetchDone, FetchRequest, PrefillFailed, Quiesced
 from decode_node.request import RequestState
+from hisparse.swap_in import SwapInCounters
 from kvcache.block_cache import PromptIds
 from kvcache.extents import HostSlots
+from tests.decode_node.test_node import Shell, node_of
 from tests.decode_node.world import GATEWAY, HOT, PREFILL, Caching, counted, prompt
 from transfer.fencing import DRAIN_GRACE_S, LANDED_CAN_WAIT_S
 
@@ -238,10 +240,14 @@ def test_after_an_error_only_the_prompt_stays() -> None:
     h.run()
 
 
-def test_after_violations_nothing_stays() -> None:
+def test_after_violations_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     h = Caching()
     h.serve("r", prompt=prompt(150), tokens=4)
-    h.scheduler.forget_prefixes()
+    node = node_of(h, Shell(h.control, h.metrics))
+    node._housekeep(1.0)
+    assert h.cache.blocks.blocks > 0
+    monkeypatch.setattr(h.coordinator, "counters", lambda: SwapInCounters(0, 0, 0, violations=1))
+    node._housekeep(2.0)
     assert h.cache.blocks.blocks == 0
     h.run()
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from control.grammar import Grammar, Regex
-from control.messages import Output, Sampling
+from control.messages import Output, PrefillRequest, Sampling
 from tests.decode_node.test_grammars import bytes_vocabulary
 from tests.decode_node.world import GATEWAY, World
 
@@ -66,6 +66,27 @@ def test_tokens_that_do_not_fit_the_grammar_end_a_request() -> None:
     h.grammars.close()
     assert h.ended == {"r": "error"}
     assert "its 1 tokens from another node do not fit its grammar" in str(h.errors["r"])
+
+
+def test_the_log_probabilities_of_its_prompt_came_from_the_other_node() -> None:
+    h = World()
+    h.answers["r"] = [4, 5]
+    h.ask("r", generated=(4, 5), prompt_logprobs=2)
+    h.scheduler.turn()
+    [asked] = [message for _, message in h.control.repeated.values() if isinstance(message, PrefillRequest)]
+    assert asked.prompt_logprobs is None
+    h.run()
+    assert h.ended == {"r": "length"}, h.errors
+
+
+def test_its_first_step_here_counts_among_the_stages() -> None:
+    h = World()
+    for name, generated in (("new", ()), ("resumed", (4, 5))):
+        h.answers[name] = list(generated)
+        h.ask(name, generated=generated)
+    h.run()
+    labels = {"stage": "first_step", "prompt": "to 1K"}
+    assert h.metrics.registry.get_sample_value("hisparse_pd_stage_seconds_count", labels) == 2
 
 
 def test_tokens_outside_the_vocabulary_are_refused() -> None:

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from control.messages import Generate, Peer, PrefillFailed, Sampling, Token
-from decode_node.request import Request, RequestState
+from decode_node.request import Request, RequestState, RequestTable
 from engine.runner import LaunchedStep
 from engine.sampling import NoToken
 from tests.decode_node.world import GATEWAY, PREFILL, VOCAB, World, counted
@@ -52,6 +52,22 @@ def test_a_lower_priority_goes_first_and_then_the_earlier_request() -> None:
     assert list(h.scheduler.requests) == ["c", "e", "a", "b", "d"]
     h.run()
     assert list(h.ended) == ["c", "e", "a", "b", "d"]
+
+
+def test_a_request_that_is_the_last_takes_no_longer_if_many_wait() -> None:
+    looks = []
+    generate = Generate(request_id="last", prompt_ids=(1,), max_new_tokens=1)
+
+    class Waiting:
+        @property
+        def generate(self) -> Generate:
+            looks.append(self)
+            return generate
+
+    table = RequestTable({str(number): Waiting() for number in range(300)})  # type: ignore[misc]
+    table.add(Request(generate, GATEWAY))
+    assert list(table)[-1] == "last"
+    assert len(looks) == 1
 
 
 def test_a_stop_token_is_not_drawn_before_the_least_number_of_tokens() -> None:
@@ -169,7 +185,7 @@ def test_a_prompt_that_no_node_takes_now_does_not_hold_up_shorter_ones() -> None
     h = World()
     longer = Peer(role="prefill", address="127.0.0.1:9", boot_id="longer")
     h.remote.nodes.learn(GATEWAY.address, (PREFILL, longer), {PREFILL.boot_id: 2, "longer": 100})
-    h.remote.nodes.suspect(longer, time.monotonic())
+    h.remote.nodes._faults_of(longer).silent_since = time.monotonic()
     h.ask("long", prompt=(1, 2, 3, 4))
     h.ask("short", prompt=(1, 2, 3))
     h.scheduler.turn()

@@ -283,6 +283,7 @@ class World:
             self.turn()
             if not self.scheduler.has_work and any(r.waits_for_grammar for r in self.scheduler.requests.values()):
                 assert self.grammar_done.wait(20)
+                self.grammar_done.clear()
             if self.coordinator.staging:
                 time.sleep(0.001)  # a thread copies
         self.scheduler.check_idle()

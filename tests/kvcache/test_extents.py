@@ -1,5 +1,7 @@
 """The slot allocator: nothing is given twice, nothing is lost, extents are few."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,3 +89,19 @@ def test_millions_of_slots_cost_no_loop_over_slots() -> None:
     assert extents is not None
     allocator.release(extents)
     assert allocator.free == 4_000_000
+
+
+def test_what_the_books_have_wrong_is_found() -> None:
+    allocator = SlotAllocator(8)
+    allocator.allocate(4)
+    tables: list[dict[int, Any]] = [allocator._length_at, allocator._start_before, allocator._starts_of[4]]
+    for table in tables:
+        kept = table.copy()
+        table.clear()
+        with pytest.raises(SlotAccountingError, match="4 unreferenced in 1, 4 counted as free"):
+            allocator.check_integrity()
+        table.update(kept)
+    allocator.check_integrity()
+    allocator._references[5] = 1
+    with pytest.raises(SlotAccountingError, match="4 slots in 1 free extents, 3 unreferenced in 2"):
+        allocator.check_integrity()

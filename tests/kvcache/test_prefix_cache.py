@@ -103,6 +103,17 @@ def test_a_slot_that_the_cache_owns_and_somebody_freed_is_noticed() -> None:
         cache.check_integrity()
 
 
+def test_the_blocks_of_a_prompt_are_freed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, cache = new_pool(1000)
+    pool.release(landed(pool, prompt(*range(10))))
+    freed: list[Extent] = []
+    monkeypatch.setattr(cache._slots, "_give", freed.append)
+    monkeypatch.setattr(cache._slots, "free", 0)
+    with pytest.raises(SlotAccountingError, match="0 are free now"):
+        cache.evict(10 * BLOCK_TOKENS)
+    assert [extent.length for extent in freed] == [10 * BLOCK_TOKENS], "a prompt of a million tokens has 15625 blocks"
+
+
 def test_slots_are_joined_and_cut_in_their_order() -> None:
     slots = HostSlots(extents_of(np.array([7, 8]))).extend(extents_of(np.array([9, 3, 4, 12])))
     assert slots.extents == (Extent(7, 3), Extent(3, 2), Extent(12, 1))

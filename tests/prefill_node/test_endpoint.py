@@ -26,6 +26,7 @@ from prefill_node.planner import MAX_DECODE_NODES
 from tests.identity import IDENTITY
 from tests.prefill_node.fakes import FakeControl
 from tests.prefill_node.world import DECODE, R, World, destination, request
+from tests.work import calls_of
 from transfer.memory import BufferInfo, Session
 
 
@@ -144,6 +145,20 @@ def test_more_decode_nodes_than_there_may_be_threads_are_refused_by_name() -> No
     h.receive(request())
     [failed] = h.control.take(PrefillFailed)
     assert "as many decode nodes as it can" in failed.reason
+
+
+def test_neither_a_request_nor_a_turn_takes_longer_if_many_wait() -> None:
+    """Of 128 decode nodes thousands may."""
+    requests, turns = [], []
+    for number in (20, 200):
+        h = World()
+        for each in range(number):
+            h.receive(request(attempt=R._replace(request_id=f"r{each}")))
+        h.start()
+        requests.append(calls_of(lambda: h.endpoint._take(DECODE, request())))  # noqa: B023
+        turns.append(calls_of(h.start))
+    assert requests[0] == requests[1]
+    assert turns[0] == turns[1]
 
 
 def test_a_node_says_how_far_it_is_and_which_pass_computes() -> None:

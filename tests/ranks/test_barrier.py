@@ -2,6 +2,7 @@
 
 import os
 import random
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -82,6 +83,19 @@ def test_a_rank_that_ended_is_named_at_once_even_if_nobody_has_work(make: Make) 
         assert time.monotonic() - started < 1
 
 
+def test_a_rank_that_comes_while_its_absence_is_found_is_not_missed(make: Make, status: SharedStatus) -> None:
+    first, *_ = make(timeout=0.0)
+
+    def posted(rank: int, number: int) -> int | None:
+        """All others come right before the look at who is missing."""
+        for other in range(1, 4):
+            status.post(other, number, 2)
+        return SharedStatus.posted(status, rank, number)
+
+    status.posted = posted  # type: ignore[method-assign]
+    assert first.wait(1) == 2
+
+
 def test_the_group_is_as_far_as_the_rank_that_is_farthest(status: SharedStatus) -> None:
     for rank, phase in ((2, Phase.DRAINING), (1, Phase.ENDING)):
         status.set_phase(rank, phase)
@@ -121,6 +135,17 @@ def test_a_rank_that_sleeps_is_woken_by_one_that_calls_it() -> None:
     watch.stop()
     for descriptor in (*wakeup_fds, fd):
         os.close(descriptor)
+
+
+def test_a_rank_that_ended_before_it_was_watched_is_dead(status: SharedStatus) -> None:
+    """Its own reason is the one to be said."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    wakeup_fd = os.eventfd(0)
+    watch = RankWatch(status, 0, wakeup_fd, (os.getpid(), ended.pid), 60, lambda: None)
+    assert watch.dead() == 1
+    watch.stop()
+    os.close(wakeup_fd)
 
 
 def test_a_reason_is_kept_whole_and_once(status: SharedStatus) -> None:

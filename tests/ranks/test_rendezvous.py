@@ -218,6 +218,25 @@ def test_hosts_that_have_other_keys_do_not_meet(tmp_path: Path) -> None:
         assert ranks.said(0).startswith("GroupFailed: rank 0 did not find its group at 127.0.0.1:")
 
 
+def test_strangers_that_say_nothing_keep_no_rank_waiting(tmp_path: Path) -> None:
+    """A rank gives up after as long as a stranger may take."""
+    have_come = tmp_path / "come"
+
+    def body(place: RankPlace) -> None:
+        if place.rank == 1:
+            wait_until(have_come.exists, what="the strangers")
+        join(place, secret=b"secret", patience=60)
+
+    with forked(2, tmp_path, body, hosts=2) as ranks:
+        host, _, port = ranks.places[0].meeting.rpartition(":")
+        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+        strangers = [socket.create_connection(tuple(json.loads(store.get("at/0")))) for _ in range(3)]
+        have_come.touch()
+        assert [ranks.wait(rank, 60) for rank in range(2)] == [0, 0], [ranks.said(rank) for rank in range(2)]
+        for stranger in strangers:
+            stranger.close()
+
+
 def test_a_rank_that_is_led_to_another_address_gets_no_session(tmp_path: Path) -> None:
     """Somebody writes to the store, which asks for no key, and passes on what the ranks say."""
     is_led = tmp_path / "led"
