@@ -220,6 +220,9 @@ class Fetcher(Lanes[Fetch, KVSink]):
         self._page_size = page_size
         self._steps_ended = steps_ended
 
+    def connected(self, decode: Peer, channel: Channel) -> None:
+        log.info("reads", decode=decode.address, transport=channel.transport)
+
     def post(self, lane: Lane[Fetch, KVSink], pipeline: Pipeline, work: Fetch) -> None:
         """Returns when nothing of it lands any more."""
         running = RunningFetch(work, pipeline, lane.lent(), self._page_size)

@@ -96,6 +96,10 @@ class Lanes(ABC, Generic[WorkT, BuffersT]):
         self._lanes: dict[str, Lane[WorkT, BuffersT]] = {}
 
     @abstractmethod
+    def connected(self, decode: Peer, channel: Channel) -> None:
+        """Log a new way to a decode node's pool."""
+
+    @abstractmethod
     def post(self, lane: "Lane[WorkT, BuffersT]", pipeline: Pipeline, work: WorkT) -> None:
         """Post what work asks for, on the thread of its lane. It may end later."""
 
@@ -208,7 +212,7 @@ class Lane(Generic[WorkT, BuffersT]):
         if self._pipeline is None:
             channel = self._lanes.connect(destination)
             self._pipeline = Pipeline(channel)
-            log.info("connected", to=self._lanes.kind, decode=self._decode.address, transport=channel.transport)
+            self._lanes.connected(self._decode, channel)
         if self._lanes.always_lends:
             self.lent()
         return self._pipeline

@@ -186,6 +186,10 @@ class Sender(Lanes[Chunk, SendRing]):
         super().__init__("send", connect, silence, rings.lend, rings.take_back)
         self._reading = reading
 
+    def connected(self, decode: Peer, channel: Channel) -> None:
+        packing = packing_of(channel.transport, self._reading.source.in_host_memory)
+        log.info("route", decode=decode.address, transport=channel.transport, gathers=packing)
+
     def post(self, lane: Lane[Chunk, SendRing], pipeline: Pipeline, work: Chunk) -> None:
         outgoing = OutgoingChunk(work, self._reading, pipeline, lane.lent, lane.report)
         outgoing.post(may_post=lambda: lane.may_post(work))

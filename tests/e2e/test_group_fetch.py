@@ -62,7 +62,7 @@ def assert_fetched_in_parts(cluster: Cluster, reference: Reference, ranks: int, 
         asked, text = text, [*text, *new, 1, 2]
     group = cluster.nodes["prefill"]
     assert group.metric("prefix_fetch_seconds_count") == 2
-    readers = re.findall(r"process=prefill-rank-(\d+) event=connected to=fetch ", group.log)
+    readers = re.findall(r"process=prefill-rank-(\d+) event=reads ", group.log)
     assert set(map(int, readers)) == set(range(ranks))
     replace_prefill("again", 1)
     assert ids_of(ask(cluster.url, asked, NEW_TOKENS)) == new

@@ -114,7 +114,7 @@ def test_greedy_tokens_equal_transformers(
     cached += decode.metric("prefix_cache_hits_total", side="decode")
     assert prefill.metric("prompt_tokens_total") + cached >= sum(len(prompt) - 1 for prompt in ALONE + TOGETHER)
     assert prefill.metric("transfer_bytes_total") > 0
-    assert f"event=connected to=send decode=127.0.0.1:{decode.control_port} transport={transport}" in prefill.log
+    assert f"event=route decode=127.0.0.1:{decode.control_port} transport={transport}" in prefill.log
     assert "event=landed" in decode.log
     assert "checksums=0" not in decode.log
     assert decode.metric("swap_in_misses_total") > 0
