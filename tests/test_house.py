@@ -16,9 +16,9 @@ NODES = ("prefill_node", "decode_node")
 # A limit is what was reached, rounded up. Lower it with every change that makes room. Only a feature raises it,
 # or the test of a bug that was found.
 LIMITS = {
-    "lines of the product": 44341,
+    "lines of the product": 44338,
     "files of the product": 294,
-    "lines of tests": 50449,
+    "lines of tests": 51112,
 }
 BANNED: dict[str, tuple[str, tuple[str, ...]]] = {
     # A pattern of a line, and the packages that it must not be in; with `-`, those that it may be in; with none, all.
