@@ -180,7 +180,7 @@ class PrefillPlanner:
                 self._fetches.join()
                 step = self._prefill.plan()
         for attempt in self.held.values():
-            if attempt.state is HeldState.COMPUTING and attempt.computed > attempt.handed:
+            if attempt.computed and attempt.state is HeldState.COMPUTING:
                 self._advance(attempt)
         if step is not None:
             self._steps.compute(step)
