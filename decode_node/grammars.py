@@ -51,15 +51,15 @@ class Grammars:
         Finish reason: `abort` if another node, or this one later, may compile it, otherwise `invalid`.
         """
         refused: list[tuple[Request, FinishReason, str]] = []
-        for request_id, (request, step) in list(self._compiling.items()):
+        for request_id, (request, awaited) in list(self._compiling.items()):
             try:
-                found = step.result() if step.done() else None
+                found = awaited.result() if awaited.done() else None
                 if isinstance(found, GrammarCompiler):
                     assert request.generate.grammar is not None
-                    step = found.submit(request.generate.grammar)
-                    step.add_done_callback(lambda _: self._wake())
-                    self._compiling[request_id] = request, step
-                    found = step.result() if step.done() else None
+                    awaited = found.submit(request.generate.grammar)
+                    awaited.add_done_callback(lambda _: self._wake())
+                    self._compiling[request_id] = request, awaited
+                    found = awaited.result() if awaited.done() else None
                 if found is None:
                     continue
                 request.grammar = found.start(request.generate.stop_token_ids, request.generated)
@@ -71,7 +71,7 @@ class Grammars:
             except CompilerBusy as error:
                 refused.append((request, "abort", str(error)))
             except Exception as error:
-                if step is self._starting and step.exception() is not None:
+                if awaited is self._starting and awaited.exception() is not None:
                     # It may have failed for a reason that passes.
                     self._starting = None
                 log.exception("a grammar cannot be compiled", request_id=request_id)
