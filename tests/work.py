@@ -1,8 +1,15 @@
-"""How much an action does, whatever the machine is busy with."""
+"""How much an action does, whatever the machine is and is busy with."""
 
 import gc
+import statistics
 import sys
+import time
 from collections.abc import Callable
+
+_REFERENCE_S = 0.0075
+"""For `_reference_work`, where the tests' bounds of processor time were chosen. An idle core of 2.4 GHz takes twice as
+long, and three times as long while the other thread of the core computes, too.
+"""
 
 
 def calls_of(action: Callable[[], object]) -> int:
@@ -21,3 +28,16 @@ def calls_of(action: Callable[[], object]) -> int:
         sys.setprofile(None)
         gc.enable()
     return calls
+
+
+def slowness() -> float:
+    """How many times as long a processor takes now as where the bounds of processor time were chosen; at least 1."""
+    return max(1.0, statistics.median(_reference_work() for _ in range(7)) / _REFERENCE_S)
+
+
+def _reference_work() -> float:
+    """Seconds of a processor for some Python objects."""
+    began = time.thread_time()
+    objects = {str(number): [number, (number,)] for number in range(20_000)}
+    sorted(objects)
+    return time.thread_time() - began
