@@ -18,7 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from cli.serve import RANK_PORTS, arguments, free_port
 from tests.e2e.spawn import Command, Process, Spawn, execute
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 150.0
+"""A process takes five seconds of a slow core until torch is loaded, and others may share the core."""
 HOT_BUFFER = json.dumps({"device_buffer_size": 128, "resident_rows": False})
 """Flags of a decode node whose long requests have misses: twice the 64 positions that tiny checkpoints select."""
 
@@ -193,7 +194,7 @@ class Cluster:
         wait_until(all_up, timeout, "all processes to be ready")
         for role, number in roles.items():
             known = partial(self.nodes["gateway"].metric, "nodes", role=role)
-            wait_until(lambda known=known, number=number: known() == number, 60, f"{number} {role} nodes")
+            wait_until(lambda known=known, number=number: known() == number, timeout, f"{number} {role} nodes")
         return self
 
     @property

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from cli.serve import free_port, is_ready
 from model.tiny import write_tiny_checkpoint
-from tests.e2e.cluster import HOT_BUFFER, Cluster, Node, wait_until
+from tests.e2e.cluster import HOT_BUFFER, START_TIMEOUT_S, Cluster, Node, wait_until
 from tests.e2e.spawn import Command, execute, fork
 from tests.greedy import generate, likeliest, logprobs
 
@@ -112,7 +112,7 @@ def serve(checkpoints: dict[str, Path], log: Path) -> Iterator[Serve]:
         assert isinstance(process, subprocess.Popen)
         running.append(process)
         url = f"{'http' if certfile is None else 'https'}://127.0.0.1:{port}"
-        wait_until(lambda: is_ready(url, certfile), timeout=90, what="serve to be ready")
+        wait_until(lambda: is_ready(url, certfile), START_TIMEOUT_S, what="serve to be ready")
         return process, url
 
     yield start

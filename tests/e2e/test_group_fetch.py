@@ -38,7 +38,7 @@ def assert_fetched_in_parts(cluster: Cluster, reference: Reference, ranks: int, 
             del cluster.nodes["prefill"]
         cluster.nodes["prefill"] = cluster.prefill(name, ranks=ranks, chunked_prefill_size=1000, **flags)
         del cluster.nodes[name]
-        cluster.wait_ready(timeout=120, decode=1, prefill=1)
+        cluster.wait_ready(decode=1, prefill=1)
 
     decode = cluster.decode(**common)
     replace_prefill("one", 1)

@@ -29,7 +29,7 @@ def test_a_rank_that_is_stopped_in_peace_ends_its_node_which_starts_again(
     nodes = {"prefill": cluster.prefill(**flags["prefill"]), "decode": cluster.decode(**flags["decode"])}
 
     def serves() -> None:
-        cluster.wait_ready(timeout=120, decode=2 if role == "decode" else 1, prefill=1)
+        cluster.wait_ready(decode=2 if role == "decode" else 1, prefill=1)
         assert_exact(cluster.url, references["deepseek_v32"], [Job(PROMPT, 8)])
 
     serves()

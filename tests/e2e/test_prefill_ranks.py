@@ -18,7 +18,7 @@ from cli.serve import RANK_PORTS, free_port
 from prefill_node.config import PrefillConfig
 from ranks.place import create_places
 from tests.e2e.asking import Job, ask, assert_exact, greedy, ids_of, leave_when, random_prompts
-from tests.e2e.cluster import HOT_BUFFER, all_gone, children_of, metric_value, wait_until
+from tests.e2e.cluster import HOT_BUFFER, START_TIMEOUT_S, all_gone, children_of, metric_value, wait_until
 from tests.e2e.conftest import FAMILIES, Reference, References, Serve, StartCluster
 from tests.e2e.test_ranks import Disturb, assert_disturbed_ends, break_collectives, kill, stop
 
@@ -62,7 +62,7 @@ def test_the_tokens_behind_several_prefill_ranks_equal_transformers(
     cluster = start_cluster(family)
     prefill = cluster.prefill(ranks=prefill_ranks, chunked_prefill_size=CHUNK, transfer_checksum="full")
     decode = cluster.decode(ranks=decode_ranks, hisparse_config=HOT_BUFFER, debug_verify_swap_in=True)
-    cluster.wait_ready(timeout=120, decode=decode_ranks, prefill=1)
+    cluster.wait_ready(decode=decode_ranks, prefill=1)
     assert_rounds(cluster.url, references[family], rounds)
     for rank in range(decode_ranks):
         decode.wait_unused("host_slots", rank)
@@ -93,7 +93,7 @@ def test_slots_of_a_group_that_lost_a_rank_wait_for_every_ranks_end(
     cluster = start_cluster()
     group = cluster.prefill("group", ranks=2, chunked_prefill_size=4, step_timeout=2)
     decode = cluster.decode(hisparse_config=HOT_BUFFER)
-    cluster.wait_ready(timeout=120, decode=1, prefill=1)
+    cluster.wait_ready(decode=1, prefill=1)
     leave_when(lambda: group.metric("prompt_tokens_total"), cluster.url, BODY)
     decode.wait_unused("host_slots")
     wait_until(lambda: not decode.metric("host_slots", state="quarantined"), what="Quiesced of all ranks")
@@ -111,7 +111,7 @@ def test_slots_of_a_group_that_lost_a_rank_wait_for_every_ranks_end(
         assert decode.metric("host_slots", state="quarantined") == len(LONG) - 1, "what has a dead rank sent?"
     cluster.restart(group)
     wait_until(lambda: not decode.metric("host_slots", state="quarantined"), 60, "proof of every rank's death")
-    cluster.wait_ready(timeout=120, decode=1, prefill=2)
+    cluster.wait_ready(decode=1, prefill=2)
 
 
 @pytest.mark.slow
@@ -140,15 +140,16 @@ def test_a_group_does_not_start_while_an_orphan_may_write(start_cluster: StartCl
         for child in plan_ranks(config, places)
     ]
     try:
-        cluster.wait_ready(timeout=120, decode=1, prefill=1)
+        cluster.wait_ready(decode=1, prefill=1)
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(ask, cluster.url, LONG, NEW_TOKENS)
             wait_until(lambda: metric_of(port, "prompt_tokens_total"), what="the first step")
             ranks[1].send_signal(signal.SIGSTOP)
             ranks[0].kill()
-            assert cluster.prefill("refused", ranks=2, control_port=control_port).process.wait(timeout=60) == 2
-            refused = cluster.nodes.pop("refused").log.splitlines()[-1]
-            assert refused.startswith(
+            refused = cluster.prefill("refused", ranks=2, control_port=control_port)
+            assert refused.process.wait(timeout=START_TIMEOUT_S) == 2
+            del cluster.nodes["refused"]
+            assert refused.log.splitlines()[-1].startswith(
                 f"error: rank 1: cannot bind the control port 127.0.0.1:{control_port + RANK_PORTS}"
             )
             assert decode.metric("host_slots", state="quarantined") == len(LONG) - 1
@@ -158,7 +159,7 @@ def test_a_group_does_not_start_while_an_orphan_may_write(start_cluster: StartCl
             ranks[1].send_signal(signal.SIGCONT)
             assert ranks[1].wait(timeout=10) == 1, "it sees that rank 0 has ended"
             cluster.prefill("again", ranks=2, control_port=control_port)
-            cluster.wait_ready(timeout=120, decode=1, prefill=1)
+            cluster.wait_ready(decode=1, prefill=1)
             assert ids_of(ask(cluster.url, LONG, NEW_TOKENS)) == references["deepseek_v32"].generate(LONG, NEW_TOKENS)
         wait_until(lambda: not decode.metric("host_slots", state="quarantined"), 60, "proof of every rank's death")
     finally:

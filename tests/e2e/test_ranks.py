@@ -56,7 +56,7 @@ def assert_ranks_exact(
     cluster: Cluster, decode: Node, reference: Reference, ranks: int, rounds: Sequence[tuple[int, Sequence[Job]]]
 ) -> None:
     """The node's ranks serve these jobs, so many at a time in each round, as the reference does, and then drain."""
-    cluster.wait_ready(timeout=120, decode=ranks)
+    cluster.wait_ready(decode=ranks)
     for concurrency, jobs in rounds:
         assert_exact(cluster.url, reference, jobs, concurrency)
     for rank in range(ranks):
@@ -80,7 +80,7 @@ def test_ranks_sleep_without_work_and_drain_if_one_does(start_cluster: StartClus
     cluster = start_cluster()
     cluster.prefill()
     decode = cluster.decode(ranks=2, hisparse_config=HOT_BUFFER)
-    cluster.wait_ready(timeout=120, decode=2)
+    cluster.wait_ready(decode=2)
     processes = ranks_of(decode)
     assert complete(cluster.url, [Job(PROMPT, 8)]) == [references["deepseek_v32"].generate(PROMPT, 8)]
     wait_until(lambda: not any(decode.metric("requests", rank, state="running") for rank in range(2)))
@@ -155,7 +155,7 @@ def test_a_group_that_loses_a_rank_ends_and_another_node_takes_over(
     cluster.prefill()
     group = cluster.decode("group", ranks=2, hisparse_config=HOT_BUFFER, step_timeout=2)
     cluster.decode("other", hisparse_config=HOT_BUFFER)
-    cluster.wait_ready(timeout=120, decode=3)
+    cluster.wait_ready(decode=3)
     expected = references["deepseek_v32"].generate(PROMPT, 200)
     with ThreadPoolExecutor(6) as pool:
         answers = [pool.submit(ask, cluster.url, PROMPT, 200) for _ in range(6)]
@@ -169,7 +169,7 @@ def test_ranks_end_with_the_process_that_started_them(start_cluster: StartCluste
     cluster = start_cluster()
     cluster.prefill()
     decode = cluster.decode(ranks=2)
-    cluster.wait_ready(timeout=120, decode=2)
+    cluster.wait_ready(decode=2)
     ranks = ranks_of(decode)
     decode.kill()
     wait_until(lambda: all_gone(ranks), NOTICED_S, "the ranks to be gone")

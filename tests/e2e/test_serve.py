@@ -15,7 +15,7 @@ import pytest
 import trustme
 
 from tests.e2e.asking import Job, complete
-from tests.e2e.cluster import all_gone, children_of, wait_until
+from tests.e2e.cluster import START_TIMEOUT_S, all_gone, children_of, wait_until
 from tests.e2e.conftest import References, Serve
 
 
@@ -85,7 +85,7 @@ def tiny(checkpoints: dict[str, Path]) -> Path:
 def refused(*words: str) -> list[str]:
     """The lines on standard error of `serve` that does not start."""
     serve = [sys.executable, "-m", "cli.main", "serve", "--port", "0", *words]
-    done = subprocess.run(serve, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(serve, capture_output=True, text=True, timeout=START_TIMEOUT_S)
     assert done.returncode == 2
     return done.stderr.splitlines()
 

@@ -10,7 +10,7 @@ import structlog
 
 from cli.main import main
 from tests.deploy.program import ROLES
-from tests.e2e.cluster import wait_until
+from tests.e2e.cluster import START_TIMEOUT_S, wait_until
 from tests.e2e.conftest import FAMILIES, StartCluster
 from tests.e2e.spawn import Command, fork
 
@@ -48,7 +48,7 @@ def start(tmp_path: Path) -> Start:
     log = tmp_path / "started.log"
 
     def start(*words: object) -> tuple[int, str]:
-        code = fork(Command("cli.main", with_gateway(words), {}, log)).wait(timeout=60)
+        code = fork(Command("cli.main", with_gateway(words), {}, log)).wait(START_TIMEOUT_S)
         errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
         assert len(errors) == 1 or code != 2, log.read_text()
         return code, errors[0] if errors else log.read_text()
@@ -145,8 +145,8 @@ def test_a_prefill_node_that_does_not_fit_is_refused_with_both_values(
 ) -> None:
     cluster = start_cluster()
     first = cluster.decode(**decode)
-    wait_until(lambda: "event=registered" in first.log, timeout=60)
+    wait_until(lambda: "event=registered" in first.log, START_TIMEOUT_S)
     cluster.model_path = checkpoints[family]
     other = cluster.prefill(**prefill)
-    assert other.process.wait(timeout=60) == 2
+    assert other.process.wait(START_TIMEOUT_S) == 2
     assert complaint in other.log

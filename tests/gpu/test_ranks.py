@@ -69,7 +69,7 @@ def test_the_tokens_behind_a_group_that_prefills_equal_transformers(
     flags = {"device": "cuda", "mem_fraction_static": 0.1}
     prefill = cluster.prefill(ranks=ranks, chunked_prefill_size=CHUNK, transfer_checksum="full", **flags)
     cluster.decode(hisparse_config=HOT_BUFFER, **flags)
-    cluster.wait_ready(timeout=120, decode=1, prefill=1)
+    cluster.wait_ready(decode=1, prefill=1)
     assert_rounds(cluster.url, references[family])
     wait_until(lambda: not prefill.metric("prefill_pages", state="used"))
     prefill.signal(signal.SIGTERM)
