@@ -115,17 +115,18 @@ def test_nodes_without_an_allowed_key_never_register(
         generate(tmp_path / "other")
         flags["key_dir"] = tmp_path / "other"
     elif "not allowed" in stranger:
-        flags["key_dir"] = directory = key_directory(keys, tmp_path / "own", "new")
+        name = f"new-{next(STRANGERS)}"
+        flags["key_dir"] = directory = key_directory(keys, tmp_path / "own", name)
         # They believe to be allowed; the others have not heard of them.
         (directory / "allowed").unlink()
         shutil.copytree(keys / "allowed", directory / "allowed")
-        revoke(keys, "new")
+        revoke(keys, name)
     gateway = cluster.nodes["gateway"]
     nodes = strangers(**flags)
     wait_until(lambda: all('event="node is up"' in node.log for node in nodes), timeout=120, what="them to be up")
     before = refused(gateway, "handshake", "key")
     wait_until(lambda: refused(gateway, "handshake", "key") > before + 4, timeout=60, what="refusals")
-    assert members(cluster) == (1, 1)
+    wait_until(lambda: members(cluster) == (1, 1), what="only its own nodes")
     assert [node.get("/ready").status_code for node in nodes] == [503, 503]
     assert_serves(cluster, references["deepseek_v32"])
 
@@ -133,9 +134,10 @@ def test_nodes_without_an_allowed_key_never_register(
 def test_revoked_nodes_are_dropped_and_the_others_serve_on(
     cluster: Cluster, keys: Path, tmp_path: Path, references: References, strangers: Callable[..., list[Node]]
 ) -> None:
-    strangers(key_dir=key_directory(keys, tmp_path / "own", "revoked"))
+    name = f"revoked-{next(STRANGERS)}"
+    strangers(key_dir=key_directory(keys, tmp_path / "own", name))
     wait_until(lambda: members(cluster) == (2, 2), timeout=120, what="them to register")
-    revoke(keys, "revoked")
+    revoke(keys, name)
     wait_until(lambda: members(cluster) == (1, 1), what="them to be forgotten")
     wait_until(lambda: refused(cluster.nodes["gateway"], "revoked") > 0, what="their messages to be refused")
     assert_serves(cluster, references["deepseek_v32"])

@@ -203,14 +203,17 @@ def test_after_idleness_a_request_is_served_as_at_first(surroundings: Surroundin
     """sglang 9266: requests failed after hours of idleness. Here, connections are closed after a moment of it."""
     surroundings.faults = replace(surroundings.faults, idle_close_s=0.1)
     surroundings.start(transport)
-    seconds = []
-    # Longer than anybody takes for silence, or for the end of a thread or a connection that nobody needs.
-    for idle in (0.0, SILENCE_S + 1):
+
+    def seconds(idle: float) -> float:
         time.sleep(idle)
         started = time.monotonic()
         surroundings.assert_serves(SHORT)
-        seconds.append(time.monotonic() - started)
-    assert seconds[1] < seconds[0] + 1, "no time-out had to pass first"
+        return time.monotonic() - started
+
+    first = seconds(0.0)
+    # Longer than anybody takes for silence, or for the end of a thread or a connection that nobody needs. Another
+    # process may have the processor once, a time-out passes each time.
+    assert any(seconds(SILENCE_S + 1) < first + 1 for _ in range(3)), "no time-out had to pass first"
     assert surroundings.decode.metric("prefill_retries_total") == 0
     surroundings.assert_nothing_is_left()
 
