@@ -1,4 +1,4 @@
-"""Sends messages to a node and looks at what they cost: `python -m tests.fuzz.node ROLE SEED FROM TO`."""
+"""Sends messages to a node and looks at what they cost: `python -m tests.fuzz.node ROLE SEED INDEX [STOP]`."""
 
 import os
 import random
@@ -287,8 +287,8 @@ def run(to: Role, seed: int, indices: range, directory: Path) -> tuple[list[Find
 if __name__ == "__main__":
     # As in the tests: threads of torch that wait for each other would take time of the turns.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    role, seed, first, stop = sys.argv[1], *map(int, sys.argv[2:])
+    role, (seed, first, *stop) = sys.argv[1], map(int, sys.argv[2:])
     with tempfile.TemporaryDirectory() as name:
-        found, counted = run(role, seed, range(first, stop), Path(name))  # type: ignore[arg-type]
+        found, counted = run(role, seed, range(first, stop[0] if stop else first + 1), Path(name))  # type: ignore[arg-type]
     print(sorted(counted.items()))
     sys.exit(len(found))
