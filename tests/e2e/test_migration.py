@@ -91,7 +91,6 @@ def undisturbed(cluster: Cluster) -> list[Any]:
         return [one.result() for one in answers(cluster, pool)]
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "fault",
     [

@@ -36,7 +36,7 @@ def disturb(group: Node, kind: str, rng: random.Random) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(SECONDS + 400)
+@pytest.mark.timeout(SECONDS + 1000)
 def test_no_token_is_wrong_or_slot_left_when_ranks_end(start_cluster: StartCluster, references: References) -> None:
     rng, prompts = random.Random(SEED), prompts_with_answers(references["deepseek_v32"], LENGTHS, SEED)
     cluster = start_cluster()

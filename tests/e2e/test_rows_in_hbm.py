@@ -104,7 +104,7 @@ class Visitors:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(SECONDS + 400)
+@pytest.mark.timeout(SECONDS + 1000)
 def test_rows_grow_shrink_and_are_retracted_and_no_token_is_wrong(tmp_path: Path) -> None:
     with Cluster(CHECKPOINT, tmp_path, MODULE, spawn=fork) as cluster:
         cluster.gateway(served_model_name="tiny")
