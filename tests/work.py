@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 _REFERENCE_S = 0.0075
-"""For `_reference_work`, where the tests' bounds of processor time were chosen. An idle core of 2.4 GHz takes twice as
-long, and three times as long while the other thread of the core computes, too.
+"""Of `_reference_work`: half of what an idle core of 2.4 GHz takes. On such cores all tests take twice as long as
+where bounds of processor time were chosen, and that work three times as long if the core's other thread computes, too.
 """
 
 

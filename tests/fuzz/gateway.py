@@ -24,10 +24,9 @@ from tests.fuzz.scripted_model import HONEST, ScriptedModel, beyond_bounds
 from tests.fuzz.watched import ENVIRONMENT, MODULE, Measures
 from tests.gateway.nodes import FakeNode
 from tests.gateway.world import GLM_TEMPLATE, LONG_CONTEXT, MODEL, write_checkpoint
-from tests.work import slowness
 
 CALLBACK_S = 0.05
-"""Of a processor, for one callback of the event loop; as TURN_S of nodes, times `slowness`."""
+"""Of a processor, for one callback of the event loop."""
 ANSWER_S = 30.0
 HONEST_S = 5.0
 """On an idle machine, as ANSWER_S: `patience` is how many times as long it takes on this one."""
@@ -152,7 +151,7 @@ class Service:
         if answer.status_code == 503 and overloaded():
             return 503, []
         problems = _wrong_answer(answer)
-        if (slowest := self.measures.slowest) > CALLBACK_S and slowest > CALLBACK_S * slowness():
+        if (slowest := self.measures.slowest) > CALLBACK_S:
             problems.append(f"a callback took {slowest * 1000:.0f} ms of a processor")
         if (peak := self._resident("VmHWM") - before) > PEAK_BYTES + PEAK_PER_BYTE * len(sent.body):
             problems.append(f"memory rose by {peak >> 20} MiB")

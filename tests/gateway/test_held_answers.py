@@ -18,7 +18,6 @@ from gateway.errors import ApiError
 from tests.gateway.nodes import wait_until
 from tests.gateway.world import LONG_CONTEXT, MODEL, RunningGateway, World, held_answers, write_checkpoint
 from tests.service.raw_http import RawClient
-from tests.work import slowness
 
 TOKENS = 4096
 CHOICES = 8
@@ -87,7 +86,7 @@ def test_many_log_probabilities_do_not_hold_up_the_loop(
     slowest = SlowestCallback(service.gateway, monkeypatch)
     answer = service.http.post(path, json=body, timeout=120)
     assert answer.status_code == 200
-    assert slowest.seconds < 0.25 * slowness()
+    assert slowest.seconds < 0.25
     assert len(answer.content) > 1 << 22
 
 

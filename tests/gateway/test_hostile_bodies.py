@@ -29,7 +29,6 @@ from gateway.requests.completions import CompletionRequest
 from gateway.requests.messages import MessagesRequest
 from gateway.requests.responses import ResponsesRequest
 from tests.gateway.world import QUESTION, World
-from tests.work import slowness
 
 MODULES = (control.messages, gateway.server)
 """Import all models."""
@@ -165,6 +164,5 @@ def test_many_pieces_of_a_message_are_put_together_once(kind: type[ConvertedRequ
     request = parse(kind, json.dumps(fields).encode(), policy)
     began = time.thread_time()
     *_, last = request.generation(policy).messages  # type: ignore[attr-defined]
-    took = time.thread_time() - began
-    assert took < 0.5 * slowness(), "one by one, it takes 1.2 s, and four times as long for twice as many"
+    assert time.thread_time() - began < 0.5, "one by one, it takes 1.2 s, and four times as long for twice as many"
     assert len(last.content) == 40_000 * 31 - 1
