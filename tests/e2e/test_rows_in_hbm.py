@@ -59,9 +59,10 @@ def prompts_with_answers(url: str, reference: Reference) -> list[Prompt]:
 
 
 class Visitors:
-    """Ask until it is over. Every few seconds it is drawn how many ask at a time, and which prompts.
+    """Ask until it is over, in phases that differ in how many ask at a time, and for which prompts.
 
-    Each answer is compared. prompts: the first half are the short ones.
+    Phases are counted in answers, and begin when no more requests than theirs are left, so that they are as different
+    on a slow machine. Each answer is compared. prompts: the first half are the short ones.
     """
 
     def __init__(self, url: str, prompts: Sequence[Prompt], rng: random.Random) -> None:
@@ -73,14 +74,21 @@ class Visitors:
         under_way: set[Future[list[int]]] = set()
         with ThreadPoolExecutor(MOST_AT_A_TIME) as pool:
             for wanted, prompts in self._phases():
-                until = time.monotonic() + self._rng.uniform(2, 10)
-                while time.monotonic() < until:
+                under_way = self._answered(under_way, wanted)
+                enough = len(self.answers) + 6 + self._rng.randint(wanted, 2 * wanted)
+                while len(self.answers) < enough:
                     under_way |= {pool.submit(self._ask, *self._draw(prompts)) for _ in range(wanted - len(under_way))}
-                    done, under_way = wait(under_way, timeout=0.1, return_when=FIRST_COMPLETED)
-                    self.answers += [one.result() for one in done]
+                    under_way = self._answered(under_way, wanted - 1)
                 if is_over():
                     break
-        self.answers += [one.result() for one in under_way]
+            self._answered(under_way, 0)
+
+    def _answered(self, under_way: set[Future[list[int]]], most: int) -> set[Future[list[int]]]:
+        """Take answers until no more than that are under way. Returns those."""
+        while len(under_way) > most:
+            done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+            self.answers += [one.result() for one in done]
+        return under_way
 
     def _phases(self) -> Iterator[tuple[int, Sequence[Prompt]]]:
         """How many at a time, and what they ask for. First what has rows retracted, filled and shrunk."""
