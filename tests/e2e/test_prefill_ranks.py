@@ -17,6 +17,7 @@ from cli.rank_group import plan_ranks
 from cli.serve import RANK_PORTS, free_port
 from prefill_node.config import PrefillConfig
 from ranks.place import create_places
+from ranks.status import SharedStatus
 from tests.e2e.asking import Job, ask, assert_exact, greedy, ids_of, leave_when, random_prompts
 from tests.e2e.cluster import HOT_BUFFER, START_TIMEOUT_S, all_gone, children_of, metric_value, wait_until
 from tests.e2e.conftest import FAMILIES, Reference, References, Serve, StartCluster
@@ -163,6 +164,9 @@ def test_a_group_does_not_start_while_an_orphan_may_write(start_cluster: StartCl
             assert ids_of(ask(cluster.url, LONG, NEW_TOKENS)) == references["deepseek_v32"].generate(LONG, NEW_TOKENS)
         wait_until(lambda: not decode.metric("host_slots", state="quarantined"), 60, "proof of every rank's death")
     finally:
+        # Nobody else says why a rank ended.
+        status = SharedStatus(places[0].status, len(ranks))
+        print(*((process.poll(), status.reported(rank)) for rank, process in enumerate(ranks)), sep="\n")
         for process in ranks:
             process.kill()
             process.wait()
