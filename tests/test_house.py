@@ -18,7 +18,7 @@ NODES = ("prefill_node", "decode_node")
 LIMITS = {
     "lines of the product": 44338,
     "files of the product": 294,
-    "lines of tests": 51163,
+    "lines of tests": 51165,
 }
 BANNED: dict[str, tuple[str, tuple[str, ...]]] = {
     # A pattern of a line, and the packages that it must not be in; with `-`, those that it may be in; with none, all.

@@ -137,6 +137,8 @@ def test_a_group_does_not_start_while_an_orphan_may_write(start_cluster: StartCl
             [sys.executable, "-m", "cli.main", *child.words],
             env={**os.environ, **child.secrets},
             pass_fds=child.descriptors,
+            # Linux shares processors between sessions: in that of the tests, it would start slowly.
+            start_new_session=True,
         )
         for child in plan_ranks(config, places)
     ]
