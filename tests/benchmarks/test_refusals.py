@@ -288,7 +288,7 @@ def test_the_stub_answers_nonsense_and_ends_what_asks_for_nothing(stub: Callable
 
 
 def longest_s(processes: Iterable[psutil.Process]) -> float:
-    """Seconds that the one has computed which has computed longest of those that have not ended."""
+    """User seconds of the process that has computed longest, of those that have not ended."""
     return max((one.cpu_times().user for one in processes if one.is_running()), default=0.0)
 
 
